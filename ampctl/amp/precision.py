@@ -1,0 +1,76 @@
+"""Which dtype autocast runs in on which device, and why. What the loss scale does is ``scaler``'s."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from ampctl.environment import bfloat16_is_native, float16_is_native
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype of the forward pass, settled once; ``reason`` says in words why it is that one."""
+
+    device_type: str
+    name: str
+    reason: str
+    cache_enabled: bool = True
+    _context: torch.autocast = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        context = torch.autocast(
+            self.device_type,
+            dtype=self.dtype if self.name != "float32" else None,
+            enabled=self.name != "float32",
+            cache_enabled=self.cache_enabled,
+        )
+        object.__setattr__(self, "_context", context)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype of :attr:`name`."""
+        return DTYPES[self.name]
+
+    @property
+    def needs_scaling(self) -> bool:
+        """Whether gradients can underflow: float16 alone has too small a range for them."""
+        return self.name == "float16"
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the autocast context of the forward pass; one object, entered again each time."""
+        return self._context
+
+
+def choose_precision(wanted: str, device: torch.device, *, cache_enabled: bool = True) -> Precision:
+    """Settle the dtype for a device.
+
+    ``auto`` is bfloat16 where the hardware has it, else float16 on an accelerator that has that,
+    else float32. A dtype that was asked for by name is taken, and the reason says when the
+    hardware only emulates it.
+    """
+    kind = device.type
+    bf16, bf16_reason = bfloat16_is_native(kind)
+    fp16, fp16_reason = float16_is_native(kind)
+    if wanted == "auto":
+        if bf16:
+            name, reason = "bfloat16", bf16_reason
+        elif fp16 and kind != "cpu":
+            name, reason = "float16", f"{fp16_reason}; {bf16_reason}"
+        else:
+            name, reason = "float32", bf16_reason
+    else:
+        name, reason = wanted, "asked for by the recipe"
+        if name == "bfloat16" and not bf16:
+            reason += f", though slow here: {bf16_reason}"
+        if name == "float16" and not fp16:
+            reason += f", though slow here: {fp16_reason}"
+    return Precision(kind, name, reason, cache_enabled)

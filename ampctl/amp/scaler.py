@@ -1,0 +1,171 @@
+"""The loss scale: its policy, the finite guard of every dtype, and the one truth of a skipped step.
+
+The policy is that of ``torch.amp.GradScaler`` with a floor, a ceiling and hysteresis added; with
+``min_scale=0``, ``hysteresis=1`` and no ``max_scale`` it is that scaler to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctl.recipe.schema import AmpConfig
+
+Gradients = Sequence[Sequence[Tensor]]
+"""Gradients in lists of one device and dtype each."""
+
+
+class LossScaler:
+    """Scale losses, unscale gradients, and decide on the device whether a step counts.
+
+    In float32 and bfloat16 (``enabled=False``) the scale is 1 and stays 1, but gradients are
+    checked all the same: one path for every dtype. Nothing here reads a value back to the host,
+    except :meth:`step` for an optimizer that is not fused, and the state.
+
+    Source: https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
+    """
+
+    def __init__(self, config: AmpConfig, *, enabled: bool, device: torch.device) -> None:
+        self.config = config
+        self.enabled = enabled
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._scale = self._one * (config.init_scale if enabled else 1.0)
+        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self._hysteresis_tracker = torch.full_like(self._growth_tracker, config.hysteresis)
+
+    @property
+    def current_scale(self) -> Tensor:
+        """The scale, a float32 scalar on the device; it changes in place at :meth:`update`."""
+        return self._scale
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply a loss by the scale."""
+        return loss * self._scale if self.enabled else loss
+
+    def unscale_(self, gradients: Gradients) -> None:
+        """Divide gradients by the scale in place, and set ``found_inf`` if one is not finite."""
+        self.found_inf.zero_()
+        inverse = self._scale.double().reciprocal().float() if self.enabled else self._one
+        for group in gradients:
+            if group[0].dtype is torch.bfloat16 and not self.enabled:
+                # The fused check has no bfloat16 kernel on CUDA. A largest absolute value is
+                # finite exactly if all values are, and cannot overflow.
+                largest = torch.stack(torch._foreach_norm(list(group), float("inf")))
+                self.found_inf.maximum_(largest.isfinite().all().logical_not().float())
+            else:
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    list(group), self.found_inf, inverse
+                )
+
+    def check_norm(self, norm: Tensor) -> None:
+        """Count a norm that overflowed as non-finite: clipping by it would zero every gradient."""
+        torch._amp_foreach_non_finite_check_and_unscale_([norm], self.found_inf, self._one)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the optimizer unless ``found_inf``; a fused optimizer's own kernel decides."""
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        elif not self.found_inf.item():  # sync: an optimizer that is not fused cannot decide itself
+            optimizer.step()
+
+    def update(self) -> None:
+        """Move the scale on after a step, by the policy in the contract's words."""
+        config = self.config
+        if not self.enabled or config.static:
+            return
+        if config.hysteresis == 1 and config.max_scale is None:
+            self._torch_update(self._scale, self._growth_tracker)
+            self._scale.clamp_(min=config.min_scale)
+            return
+        before, tracker_before = self._scale.clone(), self._growth_tracker.clone()
+        self._torch_update(self._scale, self._growth_tracker)
+        overflow = self.found_inf.bool()
+        grew = ~overflow & (tracker_before + 1 == config.growth_interval)
+        hysteresis = self._hysteresis_tracker
+        hysteresis.copy_(
+            torch.where(overflow, (hysteresis - 1).clamp_(min=0), hysteresis).where(
+                ~grew, hysteresis.new_full((), config.hysteresis)
+            )
+        )
+        self._scale.copy_(torch.where(overflow & (hysteresis > 0), before, self._scale))
+        if config.max_scale is not None:
+            # torch refuses to grow to inf before the ceiling is looked at, so grow again here.
+            ceiling = (before.double() * config.growth_factor).clamp_(max=config.max_scale)
+            self._scale.copy_(torch.where(grew, ceiling.float(), self._scale))
+        floored = self._scale.clamp(min=config.min_scale)
+        self._scale.copy_(torch.where(overflow & (hysteresis == 0), floored, self._scale))
+
+    def _torch_update(self, scale: Tensor, growth_tracker: Tensor) -> None:
+        torch._amp_update_scale_(
+            scale,
+            growth_tracker,
+            self.found_inf,
+            self.config.growth_factor,
+            self.config.backoff_factor,
+            self.config.growth_interval,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: the keys of ``torch.amp.GradScaler`` with ampctl's own beside them."""
+        config = self.config
+        return {
+            "scale": self._scale.item(),  # sync: saving
+            "growth_factor": config.growth_factor,
+            "backoff_factor": config.backoff_factor,
+            "growth_interval": config.growth_interval,
+            "_growth_tracker": int(self._growth_tracker.item()),
+            "hysteresis_tracker": int(self._hysteresis_tracker.item()),
+            "hysteresis": config.hysteresis,
+            "init_scale": config.init_scale,
+            "min_scale": config.min_scale,
+            "max_scale": config.max_scale,
+            "static": config.static,
+            "enabled": self.enabled,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], notify: Callable[[str], None]) -> None:
+        """Take over a saved scale and its trackers; the recipe's constants stay.
+
+        A state saved without scaling (float32, bfloat16) starts a fresh scale, an ``init_scale``
+        that differs from the saved one wins, and a scale outside the recipe's floor and ceiling
+        is brought inside; each is said through ``notify``. A state of a stock
+        ``torch.amp.GradScaler`` loads too.
+        """
+        config = self.config
+        was_enabled = bool(state) and bool(state.get("enabled", True))
+        if not self.enabled:
+            if was_enabled:
+                notify("the loss scale in the checkpoint is dropped: this dtype needs none")
+            return
+        if not was_enabled:
+            notify(
+                "the checkpoint holds no loss scale (it was saved without float16): "
+                f"starting at {config.init_scale:g}"
+            )
+            return
+        saved_init = state.get("init_scale", config.init_scale)
+        if saved_init != config.init_scale or config.static:
+            if float(state["scale"]) != config.init_scale:
+                notify(
+                    f"amp.init_scale wins over the scale in the checkpoint: "
+                    f"{config.init_scale:g} instead of {state['scale']:g}"
+                )
+            return
+        scale = max(float(state["scale"]), config.min_scale)
+        if config.max_scale is not None:
+            scale = min(scale, config.max_scale)
+        if scale != state["scale"]:
+            notify(f"the scale in the checkpoint, {state['scale']:g}, is brought to {scale:g}")
+        self._scale.fill_(scale)
+        self._growth_tracker.fill_(int(state["_growth_tracker"]) % config.growth_interval)
+        hysteresis = int(state.get("hysteresis_tracker", config.hysteresis))
+        self._hysteresis_tracker.fill_(min(hysteresis, config.hysteresis))

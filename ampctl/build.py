@@ -1,0 +1,310 @@
+"""From a recipe to what training runs on: data, model, optimizer, schedule, as one TrainState."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import IterableDataset
+
+from ampctl import optim, rng
+from ampctl.amp.precision import Precision, choose_precision
+from ampctl.amp.scaler import LossScaler
+from ampctl.buffers import BufferGuard
+from ampctl.data.loader import EvalData, MapData, TrainData
+from ampctl.data.order import Order
+from ampctl.data.stream import StreamData
+from ampctl.distributed.env import choose_device
+from ampctl.ema import WeightAverage
+from ampctl.errors import Problem, RecipeError
+from ampctl.lr import FunctionSchedule, LearningRate, TorchSchedule
+from ampctl.plain import nonfinite
+from ampctl.recipe.load import LoadedRecipe
+from ampctl.recipe.schema import TARGET, Recipe
+from ampctl.recipe.target import build, locate
+from ampctl.state import TrainState
+from ampctl.tasks import as_task
+
+_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_FUSED_CHOICES = ("fused", "foreach", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe made real. ``total_steps`` is None where only the data's end tells."""
+
+    loaded: LoadedRecipe
+    state: TrainState
+    train_data: TrainData
+    eval_data: EvalData | None
+    total_steps: int | None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe itself."""
+        return self.loaded.recipe
+
+
+def build_job(loaded: LoadedRecipe) -> Job:
+    """Build everything a recipe names, from its seed.
+
+    Raises RecipeError for what cannot be built or is not supported, UsageError for parts that do
+    not go together, MachineError for a device that is not here.
+    """
+    refuse_unsupported(loaded)
+    recipe = loaded.recipe
+    device = choose_device(recipe.train.device)
+    precision = choose_precision(
+        recipe.amp.dtype, device, cache_enabled=recipe.amp.cache_enabled
+    )
+    if recipe.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    rng.seed_everything(recipe.seed)
+    train_data = _build_train_data(loaded, device)
+    eval_data = build_eval_data(loaded, device)
+    total_steps = _total_steps(loaded, train_data.steps_per_epoch)
+    # The weights depend on the seed alone, not on what building the data drew.
+    rng.seed_everything(recipe.seed)
+    state = build_state(loaded, device, precision, total_steps)
+    return Job(loaded, state, train_data, eval_data, total_steps)
+
+
+def refuse_unsupported(loaded: LoadedRecipe) -> None:
+    """Raise RecipeError for keys of the schema that this version cannot honour yet."""
+    recipe = loaded.recipe
+    asked = {
+        "amp.modules": bool(recipe.amp.modules),
+        "data.micro_batch_size": recipe.data.micro_batch_size == "auto",
+        "distributed.strategy": recipe.distributed.strategy != "ddp",
+        "log.trackers": bool(recipe.log.trackers),
+    }
+    advice = {
+        "amp.modules": "leave it empty",
+        "data.micro_batch_size": "give a number, or null",
+        "distributed.strategy": "use ddp",
+        "log.trackers": "leave it empty; metrics.jsonl holds every figure",
+    }
+    problems = [
+        _problem(loaded, key, f"not supported yet: {_value(recipe, key)!r}", advice[key])
+        for key, is_asked in asked.items()
+        if is_asked
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def build_model(loaded: LoadedRecipe, device: torch.device) -> nn.Module:
+    """Build the bare model on a device, in the memory format that the recipe wants."""
+    recipe = loaded.recipe
+    model = _build(loaded, "model", recipe.model)
+    if not isinstance(model, nn.Module):
+        found = type(model).__name__
+        raise _error(loaded, "model", f"{recipe.model[TARGET]} gave a {found}, not an nn.Module")
+    model = model.to(device)
+    if recipe.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def build_state(
+    loaded: LoadedRecipe, device: torch.device, precision: Precision, total_steps: int | None
+) -> TrainState:
+    """Build model, task, optimizer, schedule and scaler, in the order in which state is loaded."""
+    recipe = loaded.recipe
+    bare = build_model(loaded, device)
+    bare.train()
+    optimizer = _build_optimizer(loaded, bare, device)
+    optim.make_skippable(optimizer)
+    optim.check_optimizer(optimizer, dtype=precision.name, model=bare)
+    by_design = frozenset(nonfinite(bare.state_dict()))
+    compile_options = recipe.train.compile
+    model = bare
+    if compile_options is not False:
+        options = dict(compile_options) if isinstance(compile_options, Mapping) else {}
+        model = torch.compile(bare, **options)
+    return TrainState(
+        model=model,
+        bare=bare,
+        task=as_task(_build(loaded, "task", recipe.task)),
+        optimizer=optimizer,
+        learning_rate=_build_learning_rate(loaded, optimizer, total_steps),
+        scaler=LossScaler(recipe.amp, enabled=precision.needs_scaling, device=device),
+        precision=precision,
+        amp=recipe.amp,
+        device=device,
+        buffers=BufferGuard(bare),
+        ema=WeightAverage(bare, recipe.train.ema_decay) if recipe.train.ema_decay else None,
+        parameters=[p for group in optimizer.param_groups for p in group["params"]],
+        closure=optim.needs_closure(optimizer),
+        channels_last=recipe.train.channels_last,
+        nonfinite_by_design=by_design,
+    )
+
+
+def _build_train_data(loaded: LoadedRecipe, device: torch.device) -> TrainData:
+    recipe = loaded.recipe
+    data = recipe.data
+    dataset = _build(loaded, "data.train", data.train)
+    micro = data.micro_batch_size if isinstance(data.micro_batch_size, int) else data.batch_size
+    if isinstance(dataset, IterableDataset):
+        return StreamData(
+            dataset,
+            batch_size=data.batch_size,
+            micro_batch_size=micro,
+            seed=recipe.seed,
+            drop_last=data.drop_last,
+            num_workers=data.num_workers,
+        )
+    order = Order(
+        num_samples=_length(loaded, "data.train", dataset),
+        batch_size=data.batch_size,
+        micro_batch_size=micro,
+        seed=recipe.seed,
+        shuffle=data.shuffle,
+        drop_last=data.drop_last,
+    )
+    if order.steps_per_epoch == 0:
+        raise _error(
+            loaded,
+            "data.batch_size",
+            f"{data.batch_size} samples a step, and the data set has {order.num_samples}: with "
+            "drop_last no step is left",
+            "lower data.batch_size, or set data.drop_last=false",
+        )
+    pin = device.type == "cuda"
+    return MapData(dataset, order, num_workers=data.num_workers, pin_memory=pin)
+
+
+def build_eval_data(loaded: LoadedRecipe, device: torch.device) -> EvalData | None:
+    """Build the evaluation split, if the recipe has one."""
+    recipe = loaded.recipe
+    if recipe.data.eval is None:
+        return None
+    dataset = _build(loaded, "data.eval", recipe.data.eval)
+    _length(loaded, "data.eval", dataset)
+    micro = recipe.data.micro_batch_size
+    size = recipe.data.eval_batch_size or (
+        micro if isinstance(micro, int) else recipe.data.batch_size
+    )
+    return EvalData(
+        dataset,
+        size,
+        seed=recipe.seed,
+        num_workers=recipe.data.num_workers,
+        pin_memory=device.type == "cuda",
+    )
+
+
+def _length(loaded: LoadedRecipe, key: str, dataset: Any) -> int:
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise _error(
+            loaded,
+            key,
+            f"a {type(dataset).__name__} cannot be read by index: it needs __getitem__ and __len__",
+            "for training data without a length, inherit from torch.utils.data.IterableDataset",
+        )
+    length = len(dataset)
+    if length == 0:
+        raise _error(loaded, key, f"the {type(dataset).__name__} has no samples")
+    return length
+
+
+def _total_steps(loaded: LoadedRecipe, steps_per_epoch: int | None) -> int | None:
+    train = loaded.recipe.train
+    limits = []
+    if train.max_steps is not None:
+        limits.append(train.max_steps)
+    if train.max_epochs is not None and steps_per_epoch is not None:
+        limits.append(train.max_epochs * steps_per_epoch)
+    if train.max_epochs is not None and steps_per_epoch is None:
+        return None
+    return min(limits)
+
+
+def _build_optimizer(
+    loaded: LoadedRecipe, model: nn.Module, device: torch.device
+) -> torch.optim.Optimizer:
+    """Build the optimizer over named parameters, fused where the device has such a kernel."""
+    block = dict(loaded.recipe.optimizer)
+    globs = block.pop("groups", None)
+    target = locate(block[TARGET])
+    signature = inspect.signature(target).parameters if callable(target) else {}
+    options = set(signature) - {"params"}
+    default = getattr(signature.get("weight_decay"), "default", None)
+    groups = optim.parameter_groups(
+        model,
+        globs,
+        weight_decay=block.get("weight_decay", default),
+        allowed=options,
+        where=loaded.origins.get("optimizer.groups", ""),
+    )
+    dense = not any(getattr(module, "sparse", False) is True for module in model.modules())
+    plain = not dense or bool(block.get("dampening"))  # see optim.make_skippable
+    fusable = device.type in _FUSED_DEVICES and not plain and "fused" in options
+    if fusable and not any(name in block for name in _FUSED_CHOICES):
+        try:
+            return _checked_optimizer(loaded, {**block, "fused": True}, groups)
+        except RecipeError:
+            # Not every optimizer has a fused kernel for every device; if the fault is another
+            # one, the plain form below has it too.
+            pass
+    return _checked_optimizer(loaded, block, groups)
+
+
+def _checked_optimizer(
+    loaded: LoadedRecipe, block: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    copies = [dict(group) for group in groups]  # torch writes its defaults into what it is given
+    optimizer = build(block, key="optimizer", origins=loaded.origins, args=[copies])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        found = type(optimizer).__name__
+        raise _error(loaded, "optimizer", f"{block[TARGET]} gave a {found}, not an Optimizer")
+    return optimizer
+
+
+def _build_learning_rate(
+    loaded: LoadedRecipe, optimizer: torch.optim.Optimizer, total_steps: int | None
+) -> LearningRate:
+    block = loaded.recipe.scheduler
+    if block is None:
+        return FunctionSchedule(optimizer, None)
+    provide: dict[str, Any] = {"optimizer": optimizer}
+    if total_steps is not None:
+        provide["total_steps"] = total_steps
+    schedule = build(block, key="scheduler", origins=loaded.origins, provide=provide)
+    if isinstance(schedule, LRScheduler):
+        return TorchSchedule(optimizer, schedule)
+    if not callable(schedule):
+        raise _error(
+            loaded,
+            "scheduler",
+            f"{block[TARGET]} gave a {type(schedule).__name__}",
+            "it must be a torch scheduler, or be callable: update count -> factor on the rate",
+        )
+    return FunctionSchedule(optimizer, schedule)
+
+
+def _build(loaded: LoadedRecipe, key: str, block: Mapping[str, Any]) -> Any:
+    return build(block, key=key, origins=loaded.origins)
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _problem(loaded: LoadedRecipe, key: str, message: str, advice: str = "") -> Problem:
+    where = loaded.origins.get(key) or loaded.origins.get(f"{key}.{TARGET}", "")
+    return Problem(where, key, message, advice)
+
+
+def _error(loaded: LoadedRecipe, key: str, message: str, advice: str = "") -> RecipeError:
+    return RecipeError([_problem(loaded, key, message, advice)])

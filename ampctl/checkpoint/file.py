@@ -1,0 +1,293 @@
+"""One checkpoint file: written whole, and read as data that may be damaged or hostile.
+
+Which files a run has is left to `store`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import re
+import stat
+import struct
+import zipfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+
+from ampctl.checkpoint import disk
+from ampctl.errors import CheckpointError
+
+FORMAT = "ampctl"
+VERSION = 1
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "format": (str,),
+    "version": (int,),
+    "model": (dict,),
+    "optimizer": (dict,),
+    "scheduler": (dict, NoneType),
+    "ema": (dict, NoneType),
+    "scaler": (dict,),
+    "progress": (dict,),
+    "rng": (dict, list, tuple),
+    "data": (dict, list, tuple, NoneType),
+    "recipe": (str,),
+    "dtype": (str,),
+    "world_size": (int,),
+    "environment": (dict,),
+}
+REQUIRED_KEYS = tuple(_TYPES)
+
+# torch.save writes a zip archive. Its comment, the last bytes of the file, holds the SHA-256 of all
+# that precedes it, so that a file proves itself wherever it is copied to. The CRC of each record
+# would not do: it leaves out headers and padding, and torch.load does not look at it.
+_SEAL = b"ampctl sha256 "
+_SEAL_SIZE = len(_SEAL) + 64
+_ZIP_HEAD = b"PK\x03\x04"
+_ZIP_END = b"PK\x05\x06"
+_ZIP_END_SIZE = 22
+
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it was written: its size in bytes and its SHA-256 in hexadecimal."""
+
+    size: int
+    sha256: str
+
+
+class UnusableCheckpointError(CheckpointError):
+    """A file that cannot be used; ``reason`` is what is wrong with it, without the advice."""
+
+    def __init__(self, path: Path, reason: str, advice: str) -> None:
+        self.path = path
+        # Names in it come from the file, and may hold line breaks or terminal escapes.
+        self.reason = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in reason)
+        super().__init__(f"checkpoint {path} cannot be used: {self.reason}; {advice}")
+
+
+def write(path: Path, payload: Mapping[str, Any]) -> Written:
+    """Write to ``disk.temporary(path)``, down to the disk; `disk.publish` gives it its name.
+
+    ``payload`` is a snapshot: plain types and CPU tensors. ``format`` and ``version`` are added.
+    Raises ``MachineError`` when the disk is full or cannot be written; nothing is left then.
+    """
+    tmp = disk.temporary(path)
+    needed = 0
+    try:
+        with tmp.open("wb") as file:
+            sink = _Sink(file)
+            torch.save({"format": FORMAT, "version": VERSION, **payload}, cast(IO[bytes], sink))
+            written = sink.seal()
+            needed = written.size
+            if sink.error is not None:
+                raise sink.error
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        disk.discard(tmp)
+        raise disk.fault(path, error, needed) from error
+    except BaseException:
+        disk.discard(tmp)
+        raise
+    return written
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> dict[str, Any]:
+    """Read a checkpoint with all tensors on the CPU, building plain types and tensors alone.
+
+    The file's SHA-256 must be one of ``digests`` and agree with the one that the file itself ends
+    with. A file without that one, because the user saved it anew, must have intact records. With
+    ``mmap`` the tensors stay in the file: for a look, not to go on with. Raises
+    ``UnusableCheckpointError`` for all that is not a whole ampctl checkpoint of this version.
+    """
+    with _open(path) as file:
+        sealed = _check_bytes(path, file, digests)
+        file.seek(0)
+        # Every byte sequence must end in words, and zipfile and torch.load raise a dozen types for
+        # hostile ones: all of them are the file's fault, named here with the cause chained.
+        try:
+            record = None if sealed else zipfile.ZipFile(file).testzip()
+            if record is not None:
+                raise _damaged(path, f"its record {record} fails its CRC-32")
+            file.seek(0)
+            payload = torch.load(
+                path if mmap else file, map_location="cpu", weights_only=True, mmap=mmap
+            )
+        except CheckpointError:
+            raise
+        except pickle.UnpicklingError as error:
+            raise _unsafe(path, error) from error
+        except Exception as error:
+            raise _damaged(path, f"torch cannot decode it ({type(error).__name__})") from error
+    return _check_content(path, payload)
+
+
+class _Sink:
+    """The file as ``torch.save`` sees it: hashes what passes, and holds back the zip end record."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._size = 0
+        self._held = b""
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if len(view) >= _ZIP_END_SIZE:
+            self._put(self._held)
+            self._put(view[:-_ZIP_END_SIZE])
+            self._held = bytes(view[-_ZIP_END_SIZE:])
+        else:
+            held = self._held + bytes(view)
+            self._put(held[:-_ZIP_END_SIZE])
+            self._held = held[-_ZIP_END_SIZE:]
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: `write` above syncs the file once, at its end."""
+
+    def seal(self) -> Written:
+        """Write the end record with its comment."""
+        assert self._held.startswith(_ZIP_END), "torch.save did not end with a zip end record"
+        self._put(self._held[:-2] + struct.pack("<H", _SEAL_SIZE))
+        self._put(_SEAL + self._digest.hexdigest().encode())
+        return Written(self._size, self._digest.hexdigest())
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._size += len(data)
+        if self.error is not None:
+            return
+        # An exception does not pass through torch's C++ writer unharmed: it is kept for the caller,
+        # and the rest is only counted, which tells how much room the file needs.
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            return
+        self._digest.update(data)
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        if path.is_dir():
+            raise UnusableCheckpointError(
+                path, "it is a folder", "name a checkpoint file or a run folder"
+            )
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            raise UnusableCheckpointError(path, "it is not a regular file", _NAME_ANOTHER)
+        return path.open("rb")
+    except FileNotFoundError as error:
+        raise UnusableCheckpointError(
+            path, "there is no such file", "check the path, or name the run folder"
+        ) from error
+    except OSError as error:
+        raise UnusableCheckpointError(
+            path, f"it cannot be opened ({error.strerror})", _NAME_ANOTHER
+        ) from error
+
+
+_NAME_ANOTHER = "name another checkpoint file, or the run folder for its newest intact one"
+
+
+def _damaged(path: Path, detail: str) -> UnusableCheckpointError:
+    return UnusableCheckpointError(path, f"it is damaged: {detail}", _NAME_ANOTHER)
+
+
+def _unsafe(path: Path, error: pickle.UnpicklingError) -> UnusableCheckpointError:
+    name = re.search(r"GLOBAL (\S+)", str(error))
+    what = f"would import {name[1]}" if name else "holds more than plain types and tensors"
+    return UnusableCheckpointError(
+        path, f"it {what}, so it is no ampctl checkpoint and may be hostile", _NAME_ANOTHER
+    )
+
+
+def _check_bytes(path: Path, file: BinaryIO, digests: Collection[str] | None) -> bool:
+    """Raise if the bytes are not those that were written; tell if the file itself proves it."""
+    size = os.fstat(file.fileno()).st_size
+    if size == 0:
+        raise _damaged(path, "it is empty")
+    body, whole, tail = _fingerprint(file, size)
+    if digests is not None and whole not in digests:
+        raise _damaged(path, "its SHA-256 is not the one that index.json holds")
+    if tail.startswith(_SEAL):
+        if tail != _SEAL + body.encode():
+            raise _damaged(path, "its SHA-256 is not the one that it ends with")
+        return True
+    file.seek(0)
+    head = file.read(len(_ZIP_HEAD))
+    if not _ZIP_HEAD.startswith(head):
+        raise UnusableCheckpointError(path, "it is not a checkpoint file", _NAME_ANOTHER)
+    end = tail[-_ZIP_END_SIZE:]
+    if not end.startswith(_ZIP_END) or not end.endswith(b"\0\0"):
+        raise _damaged(path, "its end is missing")
+    return False
+
+
+def _fingerprint(file: BinaryIO, size: int) -> tuple[str, str, bytes]:
+    """Return the SHA-256 of all but the tail, that of all, and the tail, as long as a seal is."""
+    hashed = hashlib.sha256()
+    left = max(size - _SEAL_SIZE, 0)
+    block = memoryview(bytearray(min(_BLOCK, max(left, 1))))
+    while left and (count := file.readinto(block[: min(left, len(block))])):  # type: ignore[attr-defined]
+        hashed.update(block[:count])
+        left -= count
+    body = hashed.hexdigest()
+    tail = file.read()
+    hashed.update(tail)
+    return body, hashed.hexdigest(), tail
+
+
+def _check_content(path: Path, payload: Any) -> dict[str, Any]:
+    if not isinstance(payload, dict) or payload.get("format") != FORMAT:
+        raise UnusableCheckpointError(
+            path, f"it is {_kind(payload)}", "name a file that `ampctl train` saved"
+        )
+    version = payload.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise UnusableCheckpointError(
+            path,
+            f"it has version {version} and this ampctl reads up to {VERSION}",
+            "install a newer ampctl",
+        )
+    missing = [key for key in REQUIRED_KEYS if key not in payload]
+    if missing:
+        raise UnusableCheckpointError(path, _lacks(missing), _NAME_ANOTHER)
+    for key, types in _TYPES.items():
+        if not isinstance(payload[key], types):
+            found = type(payload[key]).__name__
+            allowed = " or ".join("None" if kind is NoneType else kind.__name__ for kind in types)
+            raise UnusableCheckpointError(
+                path, f"its `{key}` is of type {found}, not {allowed}", _NAME_ANOTHER
+            )
+    return payload
+
+
+def _lacks(missing: list[str]) -> str:
+    names = ", ".join(f"`{key}`" for key in missing)
+    if "scaler" in missing:
+        return f"it lacks {names}: without `scaler` the loss scale would start again"
+    return f"it lacks {names}, without which a run cannot go on exactly"
+
+
+def _kind(payload: Any) -> str:
+    if isinstance(payload, dict) and "pytorch-lightning_version" in payload:
+        return "a checkpoint of PyTorch Lightning"
+    if isinstance(payload, dict) and payload and all(map(torch.is_tensor, payload.values())):
+        return "a bare state dict (weights alone), of which no run can go on"
+    return "a file of another tool (no `format: ampctl` in it)"

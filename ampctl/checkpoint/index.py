@@ -1,0 +1,146 @@
+"""The index of a run's checkpoint files: ``index.json``, read, written, and made again if lost.
+
+Entries stand in the order of saving, which is what "newest" means: after going back in a run, a
+file of a lower step is the newer one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ampctl.checkpoint import disk, file
+
+FOLDER = "checkpoints"
+INDEX = "index.json"
+NONFINITE_SUFFIX = ".nonfinite.pt"
+
+Notify = Callable[[str], None]
+"""Says a line to the user."""
+
+# Names from an index are joined to the folder and may be unlinked: nothing else is let in.
+_FILE_NAME = re.compile(r"step-(\d{8,})(\.nonfinite)?\.pt")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of a run; ``time`` is that of saving, in Unix seconds."""
+
+    file: str
+    step: int
+    size: int
+    sha256: str
+    metrics: dict[str, float]
+    finite: bool
+    time: float
+
+
+def log_warning(message: str) -> None:
+    """Say a line through Python's log, for callers that have no better place."""
+    logging.getLogger("ampctl").warning("%s", message)
+
+
+def file_name(step: int, finite: bool) -> str:
+    """Return the name of a step's file."""
+    return f"step-{step:08d}" + (".pt" if finite else NONFINITE_SUFFIX)
+
+
+def read_index(run_dir: Path, notify: Notify = log_warning) -> list[Entry]:
+    """Return the entries whose file is there, in the order of saving; empty if there is none.
+
+    A missing or damaged index is made again, in memory, from the step files that are intact;
+    ``notify`` is told so, and told of each file that is not.
+    """
+    folder = run_dir / FOLDER
+    entries = parse_index(folder)
+    if entries is not None:
+        return entries
+    files = [path for path in folder.glob("step-*.pt") if _FILE_NAME.fullmatch(path.name)]
+    if not files:
+        return []
+    notify(f"{folder / INDEX} is missing or damaged; examining the {len(files)} checkpoint files")
+    rebuilt = [entry for path in files if (entry := _examine(path, notify))]
+    return sorted(rebuilt, key=lambda entry: (entry.time, entry.step))
+
+
+def parse_index(folder: Path) -> list[Entry] | None:
+    """Return the entries whose file is in the folder; None if the index is missing or damaged."""
+    try:
+        raw_rows = json.loads((folder / INDEX).read_bytes())
+        rows = [_entry(raw) for raw in raw_rows] if isinstance(raw_rows, list) else []
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ):
+        return None
+    if not rows:  # none is ever written
+        return None
+    entries: dict[str, Entry] = {}
+    for row in rows:
+        if not (folder / row.file).is_file():  # a kill came between index and rename
+            continue
+        if row.file in entries:
+            # A name is saved anew after going back in a run. Both rows stand until the new file has
+            # the name; the old one holds if a kill came before.
+            if file.digest(folder / row.file) != row.sha256:
+                continue
+            del entries[row.file]
+        entries[row.file] = row
+    return list(entries.values())
+
+
+def write_index(folder: Path, entries: Sequence[Entry]) -> None:
+    """Replace the index, atomically and down to the disk; non-finite metrics become text."""
+    rows = [asdict(entry) for entry in entries]
+    for row in rows:
+        row["metrics"] = {
+            name: value if math.isfinite(value) else str(value)
+            for name, value in row["metrics"].items()
+        }
+    content = json.dumps(rows, indent=1, allow_nan=False) + "\n"
+    disk.write_bytes(folder / INDEX, content.encode())
+
+
+def _entry(raw: dict[str, Any]) -> Entry:
+    """Check one row; raises one of the errors that `parse_index` takes for damage."""
+    if not _FILE_NAME.fullmatch(raw["file"]) or not isinstance(raw["sha256"], str):
+        raise ValueError(f"not a row of an index: {raw}")
+    return Entry(
+        file=raw["file"],
+        step=int(raw["step"]),
+        size=int(raw["size"]),
+        sha256=raw["sha256"],
+        metrics={name: float(value) for name, value in raw["metrics"].items()},
+        finite=bool(raw["finite"]),
+        time=float(raw["time"]),
+    )
+
+
+def _examine(path: Path, notify: Notify) -> Entry | None:
+    try:
+        payload = file.read(path, None, mmap=True)
+    except file.UnusableCheckpointError as error:
+        notify(f"checkpoint {path.name} cannot be used ({error.reason}); it is left out")
+        return None
+    facts = path.stat()
+    metrics = payload.get("metrics")
+    return Entry(
+        file=path.name,
+        step=int(path.name[len("step-") :].split(".")[0]),
+        size=facts.st_size,
+        sha256=file.digest(path),
+        metrics=metrics if isinstance(metrics, dict) else {},
+        finite=not path.name.endswith(NONFINITE_SUFFIX),
+        time=facts.st_mtime,
+    )

@@ -1,0 +1,89 @@
+"""One run at a time in a run folder: a lock that the kernel gives back, however the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ampctl.errors import MachineError, UsageError
+
+LOCK_FILE = ".lock"
+
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextlib.contextmanager
+def hold(run_dir: Path) -> Iterator[None]:
+    """Hold a run folder, made if need be, as the only run that writes there.
+
+    Raises ``UsageError`` naming the run that holds it already. On a file system without locks the
+    folder is used unlocked, with a warning.
+    """
+    file = _open(run_dir)
+    held = [file]
+
+    def let_go() -> None:
+        while held:
+            os.close(held.pop())
+
+    try:
+        _acquire(file, run_dir)
+        # A forked data worker shares the lock and would keep it when this process is killed, until
+        # it notices. Closing the copy in the child leaves the parent's lock alone.
+        os.register_at_fork(after_in_child=let_go)
+        yield
+    finally:
+        let_go()
+
+
+def _open(run_dir: Path) -> int:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except FileExistsError as error:
+        raise UsageError(f"{run_dir} is a file; --run-dir names a folder") from error
+    except OSError as error:
+        raise MachineError(
+            f"cannot write in {run_dir}: {error.strerror}; give another --run-dir"
+        ) from error
+
+
+def _acquire(file: int, run_dir: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(
+            f"{run_dir} is in use: {_holder(file)} is writing there; wait until it ends or give "
+            "another --run-dir"
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            raise MachineError(f"cannot lock {run_dir}: {error.strerror}") from error
+        logging.getLogger("ampctl").warning(
+            "%s is on a file system without locks: see to it that no second run writes there",
+            run_dir,
+        )
+        return
+    record = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(record).encode() + b"\n", 0)
+
+
+def _holder(file: int) -> str:
+    try:
+        record = json.loads(os.pread(file, 4096, 0))
+        return f"process {record['pid']} on {record['host']} (since {record['started']})"
+    except (ValueError, KeyError, TypeError):  # it has the lock and is about to write the record
+        return "another process"

@@ -1,0 +1,313 @@
+"""The checkpoint files of one run: which are kept, which is the newest, which the best.
+
+At every moment a kill leaves a folder in which the newest intact file is found. What is in a file
+is left to `file`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ampctl.checkpoint import disk, file
+from ampctl.checkpoint.index import (
+    FOLDER,
+    NONFINITE_SUFFIX,
+    Entry,
+    Notify,
+    file_name,
+    log_warning,
+    parse_index,
+    read_index,
+    write_index,
+)
+from ampctl.errors import CheckpointError
+from ampctl.monitor import Mode, is_better
+from ampctl.plain import nonfinite
+
+LATEST = "latest.pt"
+BEST = "best.pt"
+
+
+class NoCheckpointError(CheckpointError):
+    """A run folder holds no checkpoint at all, which is no fault in a run that has not begun."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint as it was read; ``run_dir`` and ``entry`` are None where it lies alone."""
+
+    path: Path
+    payload: dict[str, Any]
+    run_dir: Path | None
+    entry: Entry | None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A finished save: the file, its step and its size in bytes."""
+
+    path: Path
+    step: int
+    size: int
+
+
+class Store:
+    """Saves the checkpoints of one run, one at a time, in a thread where ``asynchronous`` says so.
+
+    Whoever makes one holds the lock of the run folder. The order of a save: temporary file, index
+    with the new digest, rename, links, retention (index first, then the files).
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        keep_last: int,
+        keep_best: int,
+        monitor: str,
+        mode: Mode,
+        asynchronous: bool,
+        notify: Notify = log_warning,
+    ) -> None:
+        self._folder = run_dir / FOLDER
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._monitor = monitor
+        self._mode: Mode = mode
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._in_flight: Future[None] | None = None
+        self._saved: deque[Saved] = deque()
+        self._proved = False
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for stale in self._folder.glob(".*.tmp"):
+                stale.unlink()
+        except OSError as error:
+            raise disk.fault(self._folder, error, 0) from error
+        self._entries = read_index(run_dir, notify)
+
+    def save(
+        self,
+        payload: Mapping[str, Any],
+        *,
+        step: int,
+        metrics: Mapping[str, float],
+        nonfinite: Sequence[str] = (),
+    ) -> None:
+        """Save a snapshot; with ``nonfinite`` tensors it is set aside and never latest or best.
+
+        Waits for the save before it, and raises that one's error.
+        """
+        self._finish()
+        figures = {name: float(value) for name, value in metrics.items()}
+        arguments = (payload, step, figures, not nonfinite)
+        if self._writer is None:
+            self._commit(*arguments)
+        else:
+            self._in_flight = self._writer.submit(self._commit, *arguments)
+
+    def wait(self) -> Path | None:
+        """Block until the last save is on the disk; return the newest finite file, if any.
+
+        Raises the error of that save.
+        """
+        self._finish()
+        newest = _newest(self._entries)
+        return self._folder / newest.file if newest else None
+
+    def finished(self) -> list[Saved]:
+        """Return the saves that are on the disk now and were not returned before."""
+        return [self._saved.popleft() for _ in range(len(self._saved))]
+
+    def close(self) -> None:
+        """Wait for the last save, raise its error, and end the thread."""
+        if self._writer is not None:
+            self._writer.shutdown()
+        self._finish()
+
+    def _finish(self) -> None:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.result()
+
+    def _commit(
+        self, payload: Mapping[str, Any], step: int, metrics: dict[str, float], finite: bool
+    ) -> None:
+        path = self._folder / file_name(step, finite)
+        # In the file too, so that a lost index can be made again with the best files known.
+        written = file.write(path, {**payload, "metrics": metrics})
+        entry = Entry(
+            file=path.name,
+            step=step,
+            size=written.size,
+            sha256=written.sha256,
+            metrics=metrics,
+            finite=finite,
+            time=time.time(),
+        )
+        try:
+            present = [e for e in self._entries if (self._folder / e.file).exists()]
+            write_index(self._folder, [*present, entry])
+            disk.publish(disk.temporary(path), path)
+            self._entries = [*(e for e in present if e.file != entry.file), entry]
+            self._prove(path, entry)
+            self._tidy(len(present) + 1)
+        except OSError as error:
+            raise disk.fault(path, error, written.size) from error
+        finally:
+            disk.discard(disk.temporary(path))
+        self._saved.append(Saved(path, step, written.size))
+
+    def _prove(self, path: Path, entry: Entry) -> None:
+        """Read the first file back, before an older one is given up for it."""
+        if not self._proved:
+            file.read(path, [entry.sha256], mmap=True)
+            self._proved = True
+
+    def _tidy(self, num_rows: int) -> None:
+        """Set the links and drop what is not kept; the index on the disk has ``num_rows`` rows."""
+        kept = retained(
+            self._entries,
+            keep_last=self._keep_last,
+            keep_best=self._keep_best,
+            monitor=self._monitor,
+            mode=self._mode,
+        )
+        newest = _newest(kept)
+        best = ranked(kept, self._monitor, self._mode)[:1]
+        _link(self._folder / LATEST, newest.file if newest else None)
+        _link(self._folder / BEST, best[0].file if best else None)
+        disk.sync_folder(self._folder)
+        dropped = [e for e in self._entries if e not in kept]
+        if len(kept) < num_rows:
+            write_index(self._folder, kept)
+        self._entries = kept
+        for entry in dropped:
+            (self._folder / entry.file).unlink(missing_ok=True)
+
+
+def ranked(entries: Sequence[Entry], monitor: str, mode: Mode) -> list[Entry]:
+    """Return the finite entries that have a finite ``monitor``, best first, then earliest."""
+    having = [
+        e for e in entries if e.finite and is_better(e.metrics.get(monitor, math.nan), None, mode)
+    ]
+    return sorted(having, key=lambda e: e.metrics[monitor], reverse=mode == "max")
+
+
+def retained(
+    entries: Sequence[Entry], *, keep_last: int, keep_best: int, monitor: str, mode: Mode
+) -> list[Entry]:
+    """Return the entries to keep, in their order, which is that of saving.
+
+    The newest ``keep_last`` and the best ``keep_best`` of the finite ones, and the newest other.
+    """
+    finite = [e for e in entries if e.finite]
+    others = [e for e in entries if not e.finite]
+    kept = {e.file for e in [*finite[-keep_last:], *others[-1:]]}
+    kept |= {e.file for e in ranked(finite, monitor, mode)[:keep_best]}
+    return [e for e in entries if e.file in kept]
+
+
+def load(source: Path, *, notify: Notify) -> Loaded:
+    """Read the newest intact finite checkpoint of a run folder, or the one file named.
+
+    A damaged file of a run folder is passed over with one line to ``notify``. Raises
+    ``NoCheckpointError`` if the folder holds none, ``CheckpointError`` if none can be used.
+    """
+    if source.is_dir():
+        is_checkpoints = source.name == FOLDER and not (source / FOLDER).is_dir()
+        return _load_newest(source.parent if is_checkpoints else source, notify)
+    return _load_file(source)
+
+
+def _load_newest(run_dir: Path, notify: Notify) -> Loaded:
+    entries = read_index(run_dir, notify)
+    if not entries:
+        raise NoCheckpointError(
+            f"{run_dir} holds no checkpoint: name a run folder in which `ampctl train` has saved "
+            f"one ({FOLDER}/step-*.pt)"
+        )
+    failed: list[tuple[str, str]] = []
+    for entry in reversed(entries):
+        if not entry.finite:
+            continue
+        path = run_dir / FOLDER / entry.file
+        try:
+            payload = file.read(path, [entry.sha256])
+        except file.UnusableCheckpointError as error:
+            failed.append((entry.file, error.reason))
+            continue
+        for name, reason in failed:
+            notify(f"checkpoint {name} cannot be used ({reason}); going on from {entry.file}")
+        return Loaded(path, payload, run_dir, entry)
+    tried = [f"  {name}: {reason}" for name, reason in failed]
+    tried += [f"  {e.file}: it holds non-finite tensors" for e in entries if not e.finite]
+    raise CheckpointError(
+        f"no checkpoint of {run_dir} can be used:\n" + "\n".join(tried) + "\n"
+        "bring back an intact copy of one, or train again with another --run-dir"
+    )
+
+
+def _load_file(source: Path) -> Loaded:
+    path = Path(os.path.realpath(source))  # latest.pt and best.pt are links
+    index = parse_index(path.parent) or []
+    entry = next((e for e in index if e.file == path.name), None)
+    payload = file.read(source, [entry.sha256] if entry else None)
+    if path.name.endswith(NONFINITE_SUFFIX) or (entry and not entry.finite):
+        names = nonfinite({key: payload[key] for key in ("model", "optimizer", "ema")})
+        raise file.UnusableCheckpointError(
+            source,
+            f"it holds NaN or infinity in {_some(names)}",
+            "name a finite one, or the run folder for its newest; `ampctl doctor` examines it",
+        )
+    run_dir = path.parent.parent if path.parent.name == FOLDER else None
+    return Loaded(path, payload, run_dir, entry)
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) or "some of its state") + more
+
+
+def _newest(entries: Sequence[Entry]) -> Entry | None:
+    return next((e for e in reversed(entries) if e.finite), None)
+
+
+def _link(link: Path, target: str | None) -> None:
+    """Point a name of the folder at a file of it, atomically, or take the name away."""
+    if target is None:
+        link.unlink(missing_ok=True)
+        return
+    if link.is_symlink() and os.readlink(link) == target:
+        return
+    tmp = disk.temporary(link)
+    tmp.unlink(missing_ok=True)
+    try:
+        _point(tmp, link.with_name(target))
+        os.replace(tmp, link)
+    finally:
+        tmp.unlink(missing_ok=True)  # rename leaves it where both are one file already
+
+
+def _point(link: Path, target: Path) -> None:
+    try:
+        os.symlink(target.name, link)
+        return
+    except OSError:  # FAT, some network and container mounts
+        pass
+    try:
+        os.link(target, link)
+    except OSError:
+        with target.open("rb") as source, link.open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+            copy.flush()
+            os.fsync(copy.fileno())

@@ -1,0 +1,86 @@
+"""Reading the samples of one micro-batch, with random augmentation that is exact to repeat.
+
+A dataset may draw from the global generators (Python's, NumPy's, torch's). Each of its samples is
+then drawn from a seed of its own, a function of (seed, epoch, position), so that workers, ranks,
+micro-batches and stops change nothing, and the generators of the training itself never move.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import TensorDataset, default_collate
+
+from ampctl import rng
+from ampctl.data.order import Request
+
+_SAMPLE_STREAM = 2
+
+
+class Fetcher:
+    """Read micro-batches of a map-style dataset.
+
+    A ``TensorDataset`` gives a batch by one gather a tensor. A dataset with ``__getitems__`` is
+    asked for all indices at once: a list it returns is collated, anything else is the batch. A
+    dataset's own ``collate_fn`` attribute is used where there is one.
+
+    Seeding each sample costs more than reading a cheap one, so a batch is first read plainly; if
+    that drew from a generator, it is put back and the batch is read again, sample by sample from
+    their own seeds, and so are all batches from then on.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.draws = False
+        self._first = True
+        self._tensors = dataset.tensors if type(dataset) is TensorDataset else None
+        self._getitems = getattr(dataset, "__getitems__", None)
+        self._collate = getattr(dataset, "collate_fn", None) or default_collate
+
+    def __getitem__(self, request: Request) -> Any:
+        """Return the batch of a request, on the host."""
+        if self._tensors is not None:
+            return tuple(tensor.index_select(0, request.indices) for tensor in self._tensors)
+        if self.draws:
+            with rng.preserved():
+                return self._read_seeded(request)
+        if self._first:
+            # NumPy keeps half of a normal pair where the cheap probe does not look; the whole
+            # states are taken around the first batch, which mostly tells.
+            self._first = False
+            with rng.preserved():
+                batch, self.draws = self._read_probed(request)
+                return self._read_seeded(request) if self.draws else batch
+        batch, self.draws = self._read_probed(request)
+        if self.draws:
+            return self[request]
+        return batch
+
+    def _read_probed(self, request: Request) -> tuple[Any, bool]:
+        probe = rng.DrawProbe()
+        batch = self._read(request)
+        drew = probe.drew()
+        if drew:
+            probe.rewind()
+        return batch, drew
+
+    def _read(self, request: Request) -> Any:
+        indices = request.indices.tolist()
+        if self._getitems is None:
+            return self._collate([self.dataset[index] for index in indices])
+        samples = self._getitems(indices)
+        return self._collate(samples) if isinstance(samples, list) else samples
+
+    def _read_seeded(self, request: Request) -> Any:
+        samples = []
+        for place, index in enumerate(request.indices.tolist(), start=request.position):
+            rng.seed_host(rng.mix(self.seed, _SAMPLE_STREAM, request.epoch, place))
+            samples.append(self.dataset[index])
+        rng.seed_host(rng.mix(self.seed, _SAMPLE_STREAM, request.epoch, request.position, 1))
+        return self._collate(samples)
+
+
+def identity(batch: Any) -> Any:
+    """Return the batch as it is: a worker has collated it already."""
+    return batch

@@ -1,0 +1,220 @@
+"""Feeding the loop: the windows of micro-batches of an epoch, from any step on, with or without
+worker processes; and the batches of an evaluation. Order is ``order``'s, reading is ``fetch``'s,
+iterable datasets are ``stream``'s.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from ampctl.data.fetch import Fetcher, identity
+from ampctl.data.order import Order, Request
+from ampctl.errors import AmpctlError
+
+Window = list[Any]
+"""The micro-batches of one optimizer step, on the host."""
+
+
+class WorkerError(AmpctlError):
+    """A data worker died; the message has its signal and the samples it was reading."""
+
+    exit_code = 1
+
+
+class TrainData(Protocol):
+    """What the loop asks of training data."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps in an epoch; None if only its end tells."""
+
+    def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
+        """Yield each step's micro-batches and its samples over all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the data."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+
+    def close(self) -> None:
+        """End worker processes."""
+
+
+class MapData:
+    """Training data of a map-style dataset."""
+
+    def __init__(
+        self, dataset: Any, order: Order, *, num_workers: int = 0, pin_memory: bool = False
+    ) -> None:
+        self.order = order
+        self._reader = _Reader(
+            Fetcher(dataset, order.seed), num_workers=num_workers, pin_memory=pin_memory
+        )
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps in an epoch."""
+        return self.order.steps_per_epoch
+
+    def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
+        """Yield each step's micro-batches and its samples over all ranks."""
+        sizes = []
+
+        def requests() -> Iterator[list[Request]]:
+            for window in self.order.windows(epoch, first_step):
+                sizes.append(len(window))
+                yield window
+
+        batches = self._reader.read(chain.from_iterable(requests()))
+        step = first_step
+        while step < self.order.steps_per_epoch:
+            first = next(batches)
+            window = [first, *(next(batches) for _ in range(sizes[step - first_step] - 1))]
+            yield window, self.order.samples_of_step(step)
+            step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the length: the order follows from it, the seed and the progress."""
+        return {"num_samples": self.order.num_samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing moves; that the length is still the same is checked when a run is resumed."""
+
+    def close(self) -> None:
+        """End worker processes."""
+        self._reader.close()
+
+
+class EvalData:
+    """The batches of a split, in order, each sample once."""
+
+    def __init__(
+        self, dataset: Any, batch_size: int, *, seed: int, num_workers: int, pin_memory: bool
+    ) -> None:
+        self.num_samples = len(dataset)
+        self._order = Order(self.num_samples, batch_size, batch_size, seed=seed, shuffle=False)
+        self._reader = _Reader(
+            Fetcher(dataset, seed), num_workers=num_workers, pin_memory=pin_memory
+        )
+
+    def __len__(self) -> int:
+        """Count the batches."""
+        return self._order.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches, on the host; random augmentation draws the same each time."""
+        return self._reader.read(chain.from_iterable(self._order.windows(epoch=0)))
+
+    def close(self) -> None:
+        """End worker processes."""
+        self._reader.close()
+
+
+class _Reader:
+    """Turn requests into batches, in this process or in workers that live as long as this does."""
+
+    def __init__(self, fetcher: Fetcher, *, num_workers: int, pin_memory: bool) -> None:
+        self._fetcher = fetcher
+        self._requests = _Requests()
+        self._loader: DataLoader[Any] | None = None
+        self._pin_memory = pin_memory
+        if num_workers:
+            self._loader = DataLoader(
+                fetcher,  # type: ignore[arg-type]
+                batch_size=None,
+                sampler=self._requests,
+                num_workers=num_workers,
+                collate_fn=identity,
+                pin_memory=pin_memory,
+                persistent_workers=True,
+                worker_init_fn=start_worker,
+                # Without one of its own, making an iterator draws from the global generator.
+                generator=torch.Generator(),
+            )
+
+    def read(self, requests: Iterator[Request]) -> Iterator[Any]:
+        if self._loader is None:
+            for request in requests:
+                yield self._fetcher[request]
+            return
+        self._requests.start(requests)
+        iterator = iter(self._loader)
+        received = 0
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                raise _explain(error, iterator, self._requests.sent, received) from error
+            received += 1
+            yield batch
+
+    def close(self) -> None:
+        if self._loader is not None and self._loader._iterator is not None:
+            self._loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+            self._loader._iterator = None
+
+
+class _Requests:
+    """The sampler of a DataLoader: whatever requests the current pass is to read."""
+
+    def __init__(self) -> None:
+        self.sent: list[Request] = []
+        self._source: Iterator[Request] = iter(())
+
+    def start(self, source: Iterator[Request]) -> None:
+        self.sent = []
+        self._source = source
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._source:
+            self.sent.append(request)
+            yield request
+
+
+def start_worker(_: int) -> None:
+    """Prepare a worker process."""
+    # Ctrl-C reaches the whole process group; the training process decides when workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def _explain(error: RuntimeError, iterator: Any, sent: Sequence[Request], received: int) -> Exception:
+    """Name the signal that ended a worker and the samples it may have been reading."""
+    dead = [
+        (number, worker.exitcode)
+        for number, worker in enumerate(iterator._workers)
+        if worker.exitcode not in (None, 0)
+    ]
+    if not dead:
+        return error
+    number, code = dead[0]
+    workers = len(iterator._workers)
+    indices = [
+        index
+        for place, request in enumerate(sent)
+        if place >= received and place % workers == number
+        for index in request.indices.tolist()
+    ]
+    if code < 0:
+        try:
+            how = f"was ended by {signal.Signals(-code).name}"
+        except ValueError:
+            how = f"was ended by signal {-code}"
+    else:
+        how = f"exited with code {code}"
+    memory = " or SIGBUS (shared memory: try a smaller data.num_workers)" if code == -7 else ""
+    return WorkerError(
+        f"data worker {number} {how}{memory} while reading among the samples "
+        f"{', '.join(map(str, indices[:64]))}{', ...' if len(indices) > 64 else ''}. "
+        "Read them one by one with data.num_workers=0 to see the fault; if the machine ran out of "
+        "memory, lower data.num_workers or data.micro_batch_size."
+    )

@@ -1,0 +1,33 @@
+"""Moving a batch, whatever its nesting, to the device that trains on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) -> Any:
+    """Return the batch with every tensor on ``device``, in channels-last order if 4-d and asked.
+
+    Tuples, lists, mappings and objects with a ``to`` method are followed; other values pass.
+    """
+    if isinstance(batch, Tensor):
+        if channels_last and batch.ndim == 4:
+            return batch.to(device, non_blocking=True, memory_format=torch.channels_last)
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple | list):
+        moved = [to_device(part, device, channels_last=channels_last) for part in batch]
+        if hasattr(batch, "_fields"):
+            return type(batch)(*moved)
+        return type(batch)(moved)
+    if isinstance(batch, dict):
+        return {
+            name: to_device(part, device, channels_last=channels_last)
+            for name, part in batch.items()
+        }
+    if isinstance(batch, Mapping) or hasattr(batch, "to"):
+        return batch.to(device)  # type: ignore[union-attr]
+    return batch

@@ -1,0 +1,126 @@
+"""Training data of an IterableDataset: an epoch lasts as long as its iterator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from ampctl import rng
+from ampctl.data.fetch import identity
+from ampctl.data.loader import Window, start_worker
+
+_STREAM = 3
+
+
+class StreamData:
+    """Deal the samples of an IterableDataset to optimizer steps, in the order they come.
+
+    What the dataset draws from the global generators comes from a stream of its own, a function
+    of (seed, epoch), so that it never mixes with the training's. To go on in the middle of an
+    epoch, the dataset's ``state_dict`` and ``load_state_dict`` are used if it has them and no
+    workers read it; else the samples already seen are read again and dropped.
+    """
+
+    steps_per_epoch: int | None = None
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        drop_last: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._micro_batch_size = micro_batch_size
+        self._seed = seed
+        self._drop_last = drop_last
+        self._num_workers = num_workers
+        self._collate = getattr(dataset, "collate_fn", None) or default_collate
+        self._keeps_state = (
+            hasattr(dataset, "state_dict")
+            and hasattr(dataset, "load_state_dict")
+            and not num_workers
+        )
+        self._generators: dict[str, Any] | None = None
+        self._restored = False
+
+    def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
+        """Yield each step's micro-batches and its samples, from ``first_step`` of the epoch on."""
+        skipped = 0 if self._restored else first_step
+        if not self._restored:
+            self._generators = None
+        self._restored = False
+        size = self._micro_batch_size
+        for step, samples in enumerate(self._batches(epoch)):
+            if step < skipped or (self._drop_last and len(samples) < self._batch_size):
+                continue
+            starts = range(0, len(samples), size)
+            yield [self._collate(samples[low : low + size]) for low in starts], len(samples)
+
+    def _batches(self, epoch: int) -> Iterator[list[Any]]:
+        """Yield the samples of each step, drawn with the stream's generators in place."""
+        samples: Iterator[Any] | None = None
+        ended = False
+        while not ended:
+            batch: list[Any] = []
+            with rng.preserved():
+                if self._generators is None:
+                    rng.seed_host(rng.mix(self._seed, _STREAM, epoch))
+                else:
+                    rng.set_state(self._generators)
+                if samples is None:
+                    samples = self._open(epoch)
+                while len(batch) < self._batch_size and not ended:
+                    try:
+                        batch.append(next(samples))
+                    except StopIteration:
+                        ended = True
+                self._generators = rng.get_state()
+            if batch:
+                yield batch
+        self._generators = None
+
+    def _open(self, epoch: int) -> Iterator[Any]:
+        if not self._num_workers:
+            return iter(self._dataset)
+        seed = rng.mix(self._seed, _STREAM, epoch)
+
+        def start(worker: int) -> None:
+            start_worker(worker)
+            rng.seed_host(rng.mix(seed, worker))
+
+        loader = DataLoader(
+            self._dataset,
+            batch_size=None,
+            num_workers=self._num_workers,
+            collate_fn=identity,
+            worker_init_fn=start,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        return iter(loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the dataset's own state and its generators', if they can be taken here."""
+        if not self._keeps_state:
+            return {}
+        return {
+            "dataset": self._dataset.state_dict(),  # type: ignore[attr-defined]
+            "rng": self._generators,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the dataset's own state, so that nothing needs to be read again."""
+        if self._keeps_state and "dataset" in state:
+            self._dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+            self._generators = state["rng"]
+            self._restored = True
+
+    def close(self) -> None:
+        """Workers end with their epoch's iterator."""

@@ -1,0 +1,89 @@
+"""The place a process has: its device, and the signals that ask it to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+import torch
+
+from ampctl.errors import InterruptedRunError, MachineError, PreemptedError, UsageError
+
+_KINDS = ("cuda", "xpu", "mps", "cpu")
+
+
+def choose_device(wanted: str) -> torch.device:
+    """Settle ``train.device``: the device itself, or the best one that is there for ``auto``.
+
+    Raises UsageError for a name that is no device, MachineError for one that is not here.
+    """
+    if wanted == "auto":
+        return torch.device(next(kind for kind in _KINDS if _count(kind)))
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise UsageError(
+            f"train.device: {wanted!r} is no device; allowed: auto, cpu, cuda, cuda:N, mps, xpu"
+        ) from error
+    if device.type not in _KINDS:
+        raise UsageError(
+            f"train.device: {wanted!r} is not supported; allowed: auto, cpu, cuda, cuda:N, mps, xpu"
+        )
+    count = _count(device.type)
+    if count <= (device.index or 0):
+        here = ", ".join(kind for kind in _KINDS if _count(kind))
+        found = f"{count} of that kind are here" if count else "none is here"
+        raise MachineError(
+            f"train.device: {wanted} was asked for and {found} (devices: {here}). "
+            "Use train.device=auto, or check the driver and the torch build with `ampctl env`."
+        )
+    return device
+
+
+def _count(kind: str) -> int:
+    if kind == "cuda":
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "xpu":
+        return torch.xpu.device_count() if torch.xpu.is_available() else 0
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    return 1
+
+
+class StopSignals:
+    """Turn SIGTERM, SIGUSR1 and Ctrl-C into a flag that the loops look at between batches.
+
+    A second Ctrl-C ends the process at once. Handlers that stood before are put back on leaving,
+    and called as well, so that another tool's handler is not lost.
+    """
+
+    _WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in self._WATCHED:
+            self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received is signal.SIGINT:
+            os._exit(InterruptedRunError.exit_code)
+        self.received = signal.Signals(number)
+        previous = self._previous.get(self.received)
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
+
+    def error(self, saved: str) -> PreemptedError | InterruptedRunError:
+        """Return the error that ends the run; ``saved`` says where its state is."""
+        assert self.received is not None
+        if self.received is signal.SIGINT:
+            return InterruptedRunError(f"interrupted; {saved}")
+        return PreemptedError(f"{self.received.name} received; {saved}")

@@ -1,0 +1,154 @@
+"""Why a step's gradients are not finite: the same micro-batches once more, with questions asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctl import rng
+from ampctl.amp import gradients
+from ampctl.data.move import to_device
+from ampctl.state import TrainState
+
+NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is at fault, in words; ``module`` and ``tensor`` name it where one can be named."""
+
+    cause: str
+    advice: str
+    module: str | None = None
+    tensor: str | None = None
+    facts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """One more forward and backward pass of a window: the losses, and the bad gradients' names."""
+
+    losses: tuple[float, ...]
+    bad_gradients: tuple[str, ...]
+
+
+def examine(state: TrainState, window: Sequence[Any]) -> Diagnosis:
+    """Run a bad window again, as it was and in float32, and say which of four faults it has.
+
+    In the order in which one hides the others: weights that are not finite or have exploded,
+    inputs that are not finite, a fault of the low precision alone, a fault in float32 as well.
+    Weights, buffers and generators are left as they were; gradients are dropped.
+    """
+    state.buffers.snapshot()
+    with rng.preserved(state.device):
+        low = _replay(state, window, low_precision=True)
+    with rng.preserved(state.device):
+        full = _replay(state, window, low_precision=False)
+    gradients.drop(state.parameters)
+    state.buffers.restore(torch.ones_like(state.scaler.found_inf))
+
+    weights = [
+        name for name, p in state.bare.named_parameters() if not bool(torch.isfinite(p).all())
+    ]
+    inputs = [place for batch in window for place in _nonfinite_inputs(batch)]
+    largest, name = max(
+        ((float(p.detach().abs().max()), name) for name, p in state.bare.named_parameters()),
+        default=(0.0, ""),
+    )
+    facts = (
+        f"loss {_listed(low.losses)} in {state.precision.name}, {_listed(full.losses)} in float32",
+        f"non-finite gradients: {_names(low.bad_gradients)}",
+        f"largest weight: {largest:.3g} in {name}",
+    )
+    if weights:
+        return Diagnosis(
+            f"weights are not finite: {_names(weights)}",
+            "the weights were lost before this step: lower optimizer.lr or set amp.clip_norm, and "
+            "start from an earlier checkpoint",
+            module=weights[0].rpartition(".")[0],
+            tensor=weights[0],
+            facts=facts,
+        )
+    if inputs:
+        return Diagnosis(
+            f"the batch holds values that are not finite: {_names(inputs)}",
+            "repair or leave out these samples in the data set",
+            tensor=inputs[0],
+            facts=facts,
+        )
+    first = (low.bad_gradients or (None,))[0]
+    module = first.rpartition(".")[0] if first else None
+    if full.bad_gradients:
+        return Diagnosis(
+            "the step is not finite in float32 either: the model or the learning rate is at "
+            "fault, not the precision",
+            "lower optimizer.lr, set amp.clip_norm (1.0, say), or look for a division by zero or "
+            "the logarithm of zero in the loss",
+            module=module,
+            tensor=first,
+            facts=facts,
+        )
+    if not low.bad_gradients:
+        return Diagnosis(
+            "run again, the step is finite: the fault depends on random numbers, or on the scale "
+            "that was in force",
+            "resume from the newest checkpoint; if it stops again, lower amp.init_scale",
+            facts=facts,
+        )
+    advice = "set amp.dtype=bfloat16" if state.precision.name == "float16" else "set amp.dtype=float32"
+    return Diagnosis(
+        f"the step overflows in {state.precision.name} and is finite in float32",
+        f"{advice}, or lower optimizer.lr if the loss had been rising",
+        module=module,
+        tensor=first,
+        facts=facts,
+    )
+
+
+def _replay(state: TrainState, window: Sequence[Any], *, low_precision: bool) -> _Replay:
+    gradients.drop(state.parameters)
+    losses = []
+    for batch in window:
+        batch = to_device(batch, state.device, channels_last=state.channels_last)
+        with state.precision.autocast() if low_precision else nullcontext():
+            output = state.task.loss(state.model, batch)
+        loss = output[0] if isinstance(output, tuple) else output
+        (state.scaler.scale(loss) if low_precision else loss).backward()
+        losses.append(float(loss.detach()))
+    bad = tuple(
+        name
+        for name, parameter in state.bare.named_parameters()
+        if parameter.grad is not None
+        and not bool(torch.isfinite(gradients.values(parameter.grad)).all())
+    )
+    return _Replay(tuple(losses), bad)
+
+
+def _nonfinite_inputs(batch: Any, place: str = "batch") -> Iterator[str]:
+    if isinstance(batch, Tensor):
+        if batch.is_floating_point() and not bool(torch.isfinite(batch).all()):
+            rows = ~torch.isfinite(batch).reshape(batch.shape[0] if batch.ndim else 1, -1).all(1)
+            listed = ", ".join(str(i) for i in rows.nonzero().flatten().tolist()[:NAMES_SHOWN])
+            yield f"{place} (samples {listed} of it)"
+        return
+    parts: Any = ()
+    if isinstance(batch, Mapping):
+        parts = batch.items()
+    elif isinstance(batch, tuple | list):
+        parts = enumerate(batch)
+    for name, part in parts:
+        yield from _nonfinite_inputs(part, f"{place}[{name!r}]")
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return (", ".join(names[:NAMES_SHOWN]) or "none") + more
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values[:NAMES_SHOWN])

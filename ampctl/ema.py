@@ -1,0 +1,59 @@
+"""An exponential moving average of the weights, moved by applied updates only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightAverage:
+    """Keep ``average = decay * average + (1 - decay) * weights`` over applied updates.
+
+    Floating parameters are averaged in their own dtype; buffers are not: an evaluation uses the
+    model's own. Source: Polyak and Juditsky 1992; https://arxiv.org/abs/1803.05407 for networks.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self._model = model
+        self._weights = [p for p in model.parameters() if p.is_floating_point()]
+        self._average = [weight.detach().clone() for weight in self._weights]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the present weights by one step."""
+        torch._foreach_lerp_(self._average, list(self._weights), 1.0 - self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the model the averaged weights inside, and its own back afterwards."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for weight, average in zip(self._weights, self._average, strict=True):
+            weight.data, average.data = average.data, weight.data
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a state dict of the bare model that holds the averaged weights."""
+        with self.applied():
+            # The tensors inside keep pointing at the averaged data: detach before the swap back.
+            return {
+                name: value.detach() if isinstance(value, Tensor) else value
+                for name, value in self._model.state_dict().items()
+            }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the averaged weights from a state dict of the bare model; names must agree."""
+        own = {id(weight): i for i, weight in enumerate(self._weights)}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if id(parameter) in own:
+                self._average[own[id(parameter)]].copy_(state[name])

@@ -1,0 +1,81 @@
+"""The errors that a user can meet, each with the exit code of the command that it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class AmpctlError(Exception):
+    """Base of every error that is told in words rather than as a traceback.
+
+    The message says what was found, where, what is allowed and what to do.
+    """
+
+    exit_code = 1
+
+
+class UsageError(AmpctlError):
+    """The command line, or a folder it names, cannot be used as asked."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a recipe: where it stands, what is wrong and what to do.
+
+    ``where`` is ``file:line`` (or ``command line``), ``key`` the dotted key, ``message`` what was
+    found and what is allowed, ``advice`` what to do, or "".
+    """
+
+    where: str
+    key: str
+    message: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        key = f"{self.key}: " if self.key else ""
+        advice = f"\n    {self.advice}" if self.advice else ""
+        return f"{place}{key}{self.message}{advice}"
+
+
+class RecipeError(UsageError):
+    """A recipe cannot be used; holds all of its problems, not only the first."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        head = "" if count == 1 else f"{count} problems in the recipe\n"
+        super().__init__(head + "\n".join(f"{problem}" for problem in self.problems))
+
+
+class NumericsError(AmpctlError):
+    """Training stopped itself: non-finite for too long, or asked to stop at the first."""
+
+    exit_code = 3
+
+
+class CheckpointError(AmpctlError):
+    """A checkpoint is missing, damaged, non-finite, not trusted, or does not fit the recipe."""
+
+    exit_code = 4
+
+
+class MachineError(AmpctlError):
+    """The machine or the launch is at fault: no such device, no room on the disk."""
+
+    exit_code = 5
+
+
+class PreemptedError(AmpctlError):
+    """SIGTERM or SIGUSR1 ended the run; its state is saved."""
+
+    exit_code = 75
+
+
+class InterruptedRunError(AmpctlError):
+    """Ctrl-C ended the run; its state is saved."""
+
+    exit_code = 130

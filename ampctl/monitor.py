@@ -1,0 +1,45 @@
+"""The one rule by which metrics are compared, and the patience of early stopping built on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Mode = Literal["min", "max"]
+
+
+def is_better(value: float, best: float | None, mode: Mode) -> bool:
+    """Tell whether ``value`` beats ``best``; what is not finite beats nothing, a tie does not."""
+    if not math.isfinite(value):
+        return False
+    if best is None or not math.isfinite(best):
+        return True
+    return value < best if mode == "min" else value > best
+
+
+@dataclass
+class Patience:
+    """Counts evaluations in a row that were not the best so far; NaN is never an improvement."""
+
+    mode: Mode
+    patience: int
+    best: float | None = None
+    bad: int = 0
+
+    def update(self, value: float) -> bool:
+        """Take one evaluation in; True when patience has run out."""
+        if is_better(value, self.best, self.mode):
+            self.best, self.bad = value, 0
+        else:
+            self.bad += 1
+        return self.bad >= self.patience
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the best value and the count."""
+        return {"best": self.best, "bad": self.bad}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state()`; ``mode`` and ``patience`` stay those of the recipe."""
+        self.best, self.bad = state["best"], state["bad"]

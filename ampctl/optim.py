@@ -1,0 +1,233 @@
+"""Which parameters an optimizer gets, with which options, and whether it can train them at all."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampctl.errors import Problem, RecipeError, UsageError
+
+Group = dict[str, Any]
+
+NORM_CLASS = re.compile(r"norm(\d?d)?$", re.IGNORECASE)
+FEW = 5
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A trainable parameter: all of its names (several if it is tied) and whether it may decay."""
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    decays: bool
+
+    def matches(self, glob: str) -> bool:
+        return any(fnmatchcase(name, glob) for name in self.names)
+
+
+def parameter_groups(
+    model: nn.Module,
+    globs: Mapping[str, Mapping[str, Any]] | None,
+    *,
+    weight_decay: float | None,
+    allowed: Collection[str] | None = None,
+    key: str = "optimizer.groups",
+    where: str = "",
+) -> list[Group]:
+    """Divide the trainable parameters into groups of (name, parameter) for a torch optimizer.
+
+    Without ``globs`` there is one group. With them (``{}`` too) a parameter goes, with the options,
+    to the first glob that matches its dotted name, or one of its names if it is tied; to the
+    optimizer's own options if none does. Then, where ``weight_decay`` is not 0 or None and the
+    glob's options do not set it, what should not decay gets ``weight_decay: 0.0``: parameters of
+    fewer than two dimensions, those named ``bias``, and those of norms (the class or a base of it
+    is called ...Norm, ...Norm2d and the like). Embeddings decay, as torch does by default.
+
+    Frozen parameters are left out. ``allowed`` names the options that the optimizer knows (None:
+    any); torch itself takes an unknown one without a word. Raises RecipeError, with all problems,
+    for such an option and for a glob that gets no parameter.
+    """
+    owned = _trainable(model)
+    if globs is None:
+        return [{"params": [(entry.names[0], entry.parameter) for entry in owned]}]
+    problems = [
+        Problem(where, f"{key}.{glob}", *why)
+        for glob, options in globs.items()
+        for why in _wrong_options(options, allowed)
+    ]
+    places: dict[str | None, list[_Owned]] = {None: [], **{glob: [] for glob in globs}}
+    for entry in owned:
+        places[next((glob for glob in globs if entry.matches(glob)), None)].append(entry)
+    problems += [
+        Problem(where, f"{key}.{glob}", *_why_empty(glob, globs, owned, model))
+        for glob in globs
+        if not places[glob]
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+    groups: list[Group] = []
+    for glob in (*globs, None):
+        options = {} if glob is None else dict(globs[glob])
+        if not weight_decay or "weight_decay" in options:
+            parts = [(places[glob], options)]
+        else:
+            parts = [
+                ([entry for entry in places[glob] if entry.decays], options),
+                (
+                    [entry for entry in places[glob] if not entry.decays],
+                    {**options, "weight_decay": 0.0},
+                ),
+            ]
+        for entries, part_options in parts:
+            if entries:
+                named = [(entry.names[0], entry.parameter) for entry in entries]
+                groups.append({**part_options, "params": named})
+    return groups or [{"params": []}]
+
+
+def describe_groups(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Tell each group in a line: how many tensors and parameters, and its own options.
+
+    Takes what ``parameter_groups`` returns, or an optimizer's ``param_groups``.
+    """
+    lines = []
+    for group in groups:
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
+        options = [
+            f"{name}={value}"
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        ]
+        lines.append(
+            f"tensors {len(tensors)}, parameters {sum(tensor.numel() for tensor in tensors):,}: "
+            + (", ".join(options) or "the optimizer's own options")
+        )
+    return lines
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, *, dtype: str, model: nn.Module) -> None:
+    """Raise UsageError if this optimizer cannot train this model in ``dtype`` (float16, ...)."""
+    parameters = [entry for group in optimizer.param_groups for entry in group["params"]]
+    if not any(parameter.requires_grad for parameter in parameters):
+        found = f"all {len(parameters)} are frozen" if parameters else "it has none"
+        raise UsageError(
+            f"{type(optimizer).__name__} got no trainable parameter of {type(model).__name__}: "
+            f"{found}. Set requires_grad=True on what should be trained."
+        )
+    half = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dtype == torch.float16
+    ]
+    if half:
+        raise UsageError(
+            f"{len(half)} trainable parameters are float16 themselves: {_first(half)}. A gradient "
+            "in float16 cannot be unscaled, and small updates are lost. Load the model in float32 "
+            "(for transformers: dtype=torch.float32); autocast casts it where that is safe. "
+            "Frozen parameters may stay float16."
+        )
+    if dtype == "float16" and needs_closure(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__} calls the model itself, several times a step, and so "
+            "cannot be used with loss scaling, which float16 needs. "
+            "Set amp.dtype to float32 or bfloat16, or take another optimizer."
+        )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether ``step`` must be given a closure that computes the loss, as LBFGS's must."""
+    # Of the class: a scheduler of torch puts a wrapper in place of the instance's step.
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def make_skippable(optimizer: torch.optim.Optimizer) -> None:
+    """Let a fused SGD with momentum survive that its very first step is skipped.
+
+    torch makes its momentum buffers without a value at the first step and leaves it to the kernel
+    to fill them; a kernel that is told to skip does not, and the next step takes what the memory
+    held. Zeros in their place give the same first step. Raises UsageError for ``dampening``, with
+    which they would not.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if not group["fused"] or not group["momentum"]:
+            continue
+        if group["dampening"]:
+            raise UsageError(
+                "optimizer: a fused SGD with dampening takes its momentum from uninitialised "
+                "memory if its first step is skipped. Set optimizer.fused=false."
+            )
+        for parameter in group["params"]:
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def _trainable(model: nn.Module) -> list[_Owned]:
+    """List the trainable parameters, tied ones once, in the order of ``named_parameters``."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return [
+        _Owned(tuple(own), parameter, _decays(own[0], parameter, modules))
+        for parameter, own in names.items()
+    ]
+
+
+def _decays(name: str, parameter: nn.Parameter, modules: Mapping[str, nn.Module]) -> bool:
+    path, _, leaf = name.rpartition(".")
+    # Every base is asked by name: a subclass of a norm, an alias or another library's is one too.
+    is_norm = any(NORM_CLASS.search(base.__name__) for base in type(modules[path]).__mro__)
+    return parameter.ndim >= 2 and leaf != "bias" and not is_norm
+
+
+def _wrong_options(options: Any, allowed: Collection[str] | None) -> list[tuple[str, str]]:
+    """Say what is wrong with a glob's options, and what to do."""
+    if not isinstance(options, Mapping):
+        return [(f"its options are {options!r}, not a mapping", "write, for instance, {lr: 1e-4}")]
+    unknown = [name for name in options if name == "params" or name not in (allowed or options)]
+    wrong = []
+    for name in unknown:
+        near = difflib.get_close_matches(str(name), allowed or (), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        names = ", ".join(sorted(allowed)) if allowed else "the optimizer's arguments"
+        wrong.append((f"{name!r} is not an option of a group", f"{hint}allowed: {names}"))
+    return wrong
+
+
+def _why_empty(
+    glob: str, globs: Iterable[str], owned: Sequence[_Owned], model: nn.Module
+) -> tuple[str, str]:
+    """Say why a glob got no parameter, and what to do."""
+    taken = [entry for entry in owned if entry.matches(glob)]
+    if taken:
+        first = next(other for other in globs if taken[0].matches(other))
+        return (
+            f"every parameter it matches is taken by an earlier glob ({first!r})",
+            "put the narrower glob first",
+        )
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if any(fnmatchcase(name, glob) for name in names):
+        return "it matches frozen parameters only", "leave it out, or unfreeze them"
+    plain = glob.replace("*", "").replace("?", "").strip(".")
+    near = difflib.get_close_matches(plain, names, n=FEW, cutoff=0.4) or names[:FEW]
+    return (
+        f"no parameter of {type(model).__name__} matches",
+        f"the nearest names are {', '.join(near)}" if near else "the model has no parameter",
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+    return ", ".join(names[:FEW]) + more

@@ -1,0 +1,216 @@
+"""The import paths that are built for anybody: listed objects that fit their place in a recipe.
+
+What is not clearly harmless is not listed, and nothing is built here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ampctl.recipe.schema import TARGET
+from ampctl.recipe.target import locate
+
+_SLOTS = types.MappingProxyType(
+    {
+        "model": "model",
+        "task": "task",
+        "data.train": "data",
+        "data.eval": "data",
+        "optimizer": "optimizer",
+        "scheduler": "scheduler",
+    }
+)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Objects that may be built: of ``base``, defined under ``home``, reached through ``module``.
+
+    ``slots`` are the places for one; ``inside`` are the places whose blocks may hold one.
+    """
+
+    module: str
+    home: str
+    base: str
+    slots: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
+
+
+def _rule(module: str, home: str, base: str, slots: str = "", inside: str = "") -> _Rule:
+    return _Rule(module, home, base, frozenset(slots.split()), frozenset(inside.split()))
+
+
+_MODULE = "torch.nn.Module"
+_DATASET = "torch.utils.data.Dataset"
+_RULES = (
+    _rule("torch.nn", "torch.nn.modules", _MODULE, "model", "model task data"),
+    _rule("ampctl.models", "ampctl.models", _MODULE, "model", "model"),
+    _rule("torchvision.models", "torchvision.models", _MODULE, "model", "model"),
+    _rule("torchvision.ops", "torchvision.ops", _MODULE, "model", "model"),
+    _rule("timm.models", "timm.models", _MODULE, "model", "model"),
+    _rule("timm.layers", "timm.layers", _MODULE, "model", "model"),
+    _rule("timm", "timm.models._factory", _MODULE, "model", "model"),
+    _rule("transformers", "transformers.models", "transformers.PreTrainedModel", "model", "model"),
+    _rule("transformers", "transformers.models", "transformers.PretrainedConfig", "", "model"),
+    _rule("ampctl.data", "ampctl.data", _DATASET, "data", "data"),
+    _rule("torch.utils.data", "torch.utils.data.dataset", _DATASET, "data", "data"),
+    _rule("torchvision.datasets", "torchvision.datasets", _DATASET, "data", "data"),
+    _rule("torchvision.transforms.v2", "torchvision.transforms", "object", "", "data"),
+    _rule("torchvision.transforms", "torchvision.transforms", "object", "", "data"),
+    _rule("ampctl.tasks", "ampctl.tasks", "object", "task"),
+    _rule("torchmetrics.classification", "torchmetrics.classification", _MODULE, "", "task"),
+    _rule("torchmetrics.regression", "torchmetrics.regression", _MODULE, "", "task"),
+    _rule("torch.optim", "torch.optim", "torch.optim.Optimizer", "optimizer", "optimizer"),
+    _rule("timm.optim", "timm.optim", "torch.optim.Optimizer", "optimizer", "optimizer"),
+    _rule("ampctl.schedules", "ampctl.schedules", "object", "scheduler", "scheduler"),
+    _rule(
+        "torch.optim.lr_scheduler",
+        "torch.optim.lr_scheduler",
+        "torch.optim.lr_scheduler.LRScheduler",
+        "scheduler",
+        "scheduler",
+    ),
+)
+
+# Those that read no pickle but of a known digest, and call nothing that a recipe can name.
+_TORCHVISION_DATASETS = frozenset(
+    [
+        "CIFAR10",
+        "CIFAR100",
+        "DTD",
+        "EMNIST",
+        "EuroSAT",
+        "FGVCAircraft",
+        "FakeData",
+        "FashionMNIST",
+        "Flowers102",
+        "Food101",
+        "GTSRB",
+        "ImageFolder",
+        "KMNIST",
+        "MNIST",
+        "OxfordIIITPet",
+        "QMNIST",
+        "STL10",
+        "SUN397",
+        "SVHN",
+    ]
+)
+# Arguments that fetch files or code: each is refused unless it is off.
+_FETCHING = re.compile(
+    r".*pretrained.*|.*remote.*|weights|weights_backbone|checkpoint_path|cache_dir|auto_map"
+    r"|allow_all_kernels|quantization_config"
+)
+_OWN_ATTENTION = ("eager", "sdpa")  # others may be fetched from the hub
+
+
+def objection(key: str, block: Mapping[str, Any]) -> str:
+    """Say why a block may not be built for a stranger; "" if it may."""
+    slot, is_outermost = _slot(key)
+    path = f"{block[TARGET]}"
+    rules = [
+        rule
+        for rule in _RULES
+        if path.startswith(f"{rule.module}.")
+        and slot in (rule.slots if is_outermost else rule.inside)
+    ]
+    if not any(_fits(path, rule) for rule in rules):
+        return f"not known as safe for {slot or key}"
+    return _argument_objection(block, names_no_place=path.startswith(("transformers.", "timm.")))
+
+
+def _slot(key: str) -> tuple[str, bool]:
+    """Return the place that a block is in, and whether it is the outermost block there."""
+    for prefix, slot in _SLOTS.items():
+        if key == prefix or key.startswith((f"{prefix}.", f"{prefix}[")):
+            return slot, key == prefix
+    return "", False
+
+
+def _fits(path: str, rule: _Rule) -> bool:
+    parts = path.removeprefix(f"{rule.module}.").split(".")
+    if any(part.startswith("_") for part in parts) or _is_shadowed(rule.module.partition(".")[0]):
+        return False
+    try:
+        found = _walk(rule.module, parts)
+        base = object if rule.base == "object" else locate(rule.base)
+    except (AttributeError, ImportError, RuntimeError):  # RuntimeError: a lazy module's import
+        return False
+    if inspect.isclass(found):
+        is_listed = rule.module != "torchvision.datasets" or parts[-1] in _TORCHVISION_DATASETS
+        return is_listed and issubclass(found, base) and _is_under(found.__module__, rule.home)
+    return rule.base == _MODULE and _is_model_function(found, path, rule)
+
+
+def _walk(module_name: str, parts: list[str]) -> Any:
+    """Follow attributes from a listed module, through its own submodules and no other module."""
+    found: Any = importlib.import_module(module_name)
+    done = module_name
+    for part in parts:
+        if isinstance(found, types.ModuleType) and found.__name__ != done:
+            raise AttributeError(f"{done} is the module {found.__name__}")
+        if not isinstance(found, types.ModuleType):
+            raise AttributeError(f"{done} is no module")
+        found = getattr(found, part)
+        done = f"{done}.{part}"
+    return found
+
+
+def _is_model_function(found: Any, path: str, rule: _Rule) -> bool:
+    """Tell a function that returns a model: timm's factory, or a builder of torchvision."""
+    if path == "timm.create_model":
+        return True
+    if not inspect.isfunction(found) or rule.module != "torchvision.models":
+        return False
+    returned = inspect.signature(found).return_annotation
+    is_model = inspect.isclass(returned) and issubclass(returned, locate(_MODULE))
+    is_traced = _is_under(found.__module__, "torchvision.models.feature_extraction")
+    return is_model and not is_traced and _is_under(found.__module__, rule.home)
+
+
+def _argument_objection(value: Any, *, names_no_place: bool) -> str:
+    """Say which argument fetches something; ``names_no_place``: no text may be a path or a URL."""
+    if isinstance(value, str):
+        is_place = names_no_place and re.search(r"[/\\:]", value)
+        return f"{value!r} may name a place to load from" if is_place else ""
+    if isinstance(value, list):
+        items = ((f"{index}", item) for index, item in enumerate(value))
+    elif isinstance(value, dict):
+        items = ((name, item) for name, item in value.items() if name != TARGET)
+    else:
+        return ""
+    for name, item in items:
+        if item and (
+            _FETCHING.fullmatch(name)
+            or ("attn_implementation" in name and item not in _OWN_ATTENTION)
+        ):
+            return f"its argument {name} may load files or code"
+        objection = _argument_objection(item, names_no_place=names_no_place)
+        if objection:
+            return objection
+    return ""
+
+
+def _is_under(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
+
+
+def _is_shadowed(package: str) -> bool:
+    """Tell whether a file beside the user goes by a known package's name."""
+    if package == "ampctl":  # it is running, so it is the right one
+        return False
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module that was put in place by hand
+        return True
+    if spec is None or spec.origin is None:
+        return True
+    return Path.cwd().resolve() in Path(spec.origin).resolve().parents[:2]

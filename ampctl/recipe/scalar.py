@@ -1,0 +1,100 @@
+"""What the text of a YAML scalar means, read and written, by the rules of YAML 1.2.
+
+What a key of the schema wants of it is the affair of ``validate``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import yaml
+
+Scalar: TypeAlias = bool | int | float | str | None
+
+_NULL = frozenset({"", "~", "null", "Null", "NULL"})
+_TRUE = frozenset({"true", "True", "TRUE"})
+_FALSE = frozenset({"false", "False", "FALSE"})
+_TRUE_WORDS = frozenset({"true", "yes", "on"})
+_FALSE_WORDS = frozenset({"false", "no", "off"})
+_INT = re.compile(r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INF = re.compile(r"[-+]?\.(inf|Inf|INF)")
+_NAN = frozenset({".nan", ".NaN", ".NAN"})
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+_MAX_INT_DIGITS = 4000  # Python itself refuses to read more than 4300
+
+
+def scalar(text: str) -> Scalar:
+    """Read the text of a plain (unquoted) scalar; what is no number, boolean or null is text.
+
+    ``on``, ``off``, ``yes`` and ``no`` are text, and ``1e-4`` is a number: YAML 1.2, core schema.
+    """
+    if text in _NULL:
+        return None
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    read = number(text)
+    return text if read is None else read
+
+
+def number(text: str) -> int | float | None:
+    """Read a number, or return None where the text is none."""
+    if _INT.fullmatch(text) and len(text) <= _MAX_INT_DIGITS:
+        return int(text, 10 if text.lstrip("+-").isdigit() else 0)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _INF.fullmatch(text):
+        return -math.inf if text.startswith("-") else math.inf
+    return math.nan if text in _NAN else None
+
+
+def boolean(text: str) -> bool | None:
+    """Read a boolean word where a boolean is wanted: on, off, yes, no, true, false; else None."""
+    word = text.strip().lower()
+    return word in _TRUE_WORDS if word in _TRUE_WORDS | _FALSE_WORDS else None
+
+
+def is_interpolated(value: object) -> bool:
+    """Tell whether a value holds ``${``, escaped or not."""
+    return isinstance(value, str) and "${" in value
+
+
+def escape(text: str) -> str:
+    r"""Write literal text so that interpolation gives it back: ``${`` becomes ``\${``."""
+    return _INTERPOLATION.sub(lambda match: match[1] * 2 + "\\${", text) if "${" in text else text
+
+
+def unescape(text: str) -> str:
+    r"""Undo ``escape``; an unescaped ``${`` stays as it is."""
+
+    def halve(match: re.Match[str]) -> str:
+        slashes = match[1]
+        return (slashes[: len(slashes) // 2] if len(slashes) % 2 else slashes) + "${"
+
+    return _INTERPOLATION.sub(halve, text) if "${" in text else text
+
+
+class _Dumper(yaml.SafeDumper):
+    """A dumper whose output reads back by the rules above, and by those of YAML 1.1 too."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    written = escape(text)
+    style = None if isinstance(scalar(written), str) else "'"
+    if not written.isprintable():
+        style = '"'  # a single-quoted line break (U+0085 too) would be read back as a space
+    return dumper.represent_scalar("tag:yaml.org,2002:str", written, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def dump(values: Mapping[str, Any]) -> str:
+    """Write plain values as YAML text in their own order; the same values give the same text."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)

@@ -1,0 +1,223 @@
+"""The state of a training run: all that must be saved to go on exactly, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampctl import rng
+from ampctl.amp.precision import Precision
+from ampctl.amp.scaler import LossScaler
+from ampctl.buffers import BufferGuard
+from ampctl.ema import WeightAverage
+from ampctl.errors import CheckpointError
+from ampctl.lr import LearningRate
+from ampctl.recipe.schema import AmpConfig
+from ampctl.tasks import Task
+
+
+@dataclass
+class Progress:
+    """How far a run has come. Steps count attempts, updates the steps that were applied."""
+
+    step: int = 0
+    updates: int = 0
+    skipped: int = 0
+    consecutive_skips: int = 0
+    epoch: int = 0
+    batch_in_epoch: int = 0
+    samples: int = 0
+    evaluated_step: int = -1
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: float | None = None
+    best_step: int | None = None
+    early_stop_best: float | None = None
+    early_stop_bad: int = 0
+    stopped_early: bool = False
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What became of one step, once the host knows. ``grad_norm`` is None if not measured.
+
+    ``loss`` is the mean over the step's items, ``lr`` the first group's rate, ``grad_norm`` the
+    2-norm of the unscaled gradient before clipping; ``scale_before`` was used by the step, ``scale_after`` is used by the next.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    skipped: bool
+    scale_before: float
+    scale_after: float
+    consecutive_skips: int
+
+
+class Pending:
+    """Four numbers of a step on their way to the host: found_inf, loss, norm, scale.
+
+    On an accelerator the copy is asynchronous; by the time the next optimizer step is about to be
+    queued it has long arrived, so that reading it holds nothing up.
+    """
+
+    def __init__(self, step: int, lr: float, values: Tensor, *, measured: bool) -> None:
+        self.step = step
+        self.lr = lr
+        self.measured = measured
+        self._event: Any = None
+        if values.device.type == "cpu":
+            self._values = values
+        else:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.get_device_module(values.device).Event()
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """Return the four numbers; waits for the copy if it is still under way."""
+        if self._event is not None:
+            self._event.synchronize()  # sync: with the step before the one being queued
+        return self._values.tolist()  # type: ignore[no-any-return]
+
+
+@dataclass
+class TrainState:
+    """Everything that training changes, and the fixed parts that a step needs.
+
+    ``model`` is what the forward pass calls (compiled, say); ``bare`` is the module itself, whose
+    names and tensors a checkpoint holds.
+    """
+
+    model: nn.Module
+    bare: nn.Module
+    task: Task
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    scaler: LossScaler
+    precision: Precision
+    amp: AmpConfig
+    device: torch.device
+    buffers: BufferGuard
+    ema: WeightAverage | None
+    parameters: Sequence[nn.Parameter]
+    closure: bool = False
+    channels_last: bool = False
+    nonfinite_by_design: frozenset[str] = frozenset()
+    progress: Progress = field(default_factory=Progress)
+    pending: Pending | None = None
+    scale_on_host: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.scale_on_host = float(self.scaler.current_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of this state, by the contract's keys.
+
+        Only at a step boundary, with nothing pending. Tensors are references, not copies.
+        """
+        assert self.pending is None, "settle the last step before the state is taken"
+        return {
+            "model": self.bare.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.learning_rate.state_dict(),
+            "ema": self.ema.state_dict() if self.ema else None,
+            "scaler": self.scaler.state_dict(),
+            "progress": asdict(self.progress),
+            "rng": [rng.get_state(self.device)],
+            "dtype": self.precision.name,
+            "world_size": 1,
+        }
+
+    def load_state_dict(
+        self,
+        saved: Mapping[str, Any],
+        *,
+        notify: Callable[[str], None],
+        recipe_optimizer_wins: bool = False,
+    ) -> None:
+        """Restore everything from a checkpoint's dict.
+
+        ``recipe_optimizer_wins``: the recipe's optimizer block was changed on resuming, so its
+        hyperparameters replace the saved ones. Raises CheckpointError naming what does not fit.
+        """
+        load_model(self.bare, saved["model"])
+        load_optimizer(self.optimizer, saved["optimizer"], recipe_wins=recipe_optimizer_wins)
+        self.learning_rate.load_state_dict(saved["scheduler"], keep_base=recipe_optimizer_wins)
+        if self.ema is not None:
+            if saved["ema"] is None:
+                notify("the checkpoint holds no EMA: it starts from the weights")
+            self.ema.load_state_dict(saved["ema"] or saved["model"])
+        elif saved["ema"] is not None:
+            notify("the EMA in the checkpoint is dropped: train.ema_decay is not set")
+        self.scaler.load_state_dict(saved["scaler"], notify)
+        self.scale_on_host = float(self.scaler.current_scale)
+        known = Progress.__dataclass_fields__
+        self.progress = Progress(**{k: v for k, v in saved["progress"].items() if k in known})
+        rng.set_state(saved["rng"][0], self.device)
+
+
+def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load weights strictly; raise CheckpointError that lists by name what does not fit."""
+    own = model.state_dict()
+    problems = [f"{name}: missing in the checkpoint" for name in own if name not in state]
+    problems += [f"{name}: not in the model" for name in state if name not in own]
+    for name in own.keys() & state.keys():
+        mine, saved = own[name], state[name]
+        if isinstance(mine, Tensor) and isinstance(saved, Tensor) and mine.shape != saved.shape:
+            problems.append(f"{name}: {list(saved.shape)} saved, {list(mine.shape)} in the model")
+    if problems:
+        raise CheckpointError(_fit_message("model", sorted(problems)))
+    model.load_state_dict(dict(state), strict=True)
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, recipe_wins: bool
+) -> None:
+    """Load an optimizer's state; raise CheckpointError that names the parameters that differ."""
+    own_groups = optimizer.state_dict()["param_groups"]
+    own = [tuple(group.get("param_names", ())) for group in own_groups]
+    saved = [tuple(group.get("param_names", ())) for group in state["param_groups"]]
+    counts_differ = [len(g["params"]) for g in own_groups] != [
+        len(g["params"]) for g in state["param_groups"]
+    ]
+    if own != saved or counts_differ:
+        raise CheckpointError(_fit_message("optimizer", _group_difference(own, saved)))
+    from_recipe = [
+        {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        for group in own_groups
+    ]
+    try:
+        optimizer.load_state_dict(dict(state))
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(_fit_message("optimizer", [str(error)])) from error
+    for group, fresh in zip(optimizer.param_groups, from_recipe, strict=True):
+        for name, value in fresh.items():
+            # Keys that a scheduler adds (initial_lr) belong to the state, not to the recipe.
+            if recipe_wins or name not in group:
+                group[name] = value
+
+
+def _group_difference(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> list[str]:
+    place = {name: f"group {i}" for i, names in enumerate(own) for name in names}
+    saved_place = {name: f"group {i}" for i, names in enumerate(saved) for name in names}
+    lines = [
+        f"{name}: {saved_place.get(name, 'nowhere')} in the checkpoint, "
+        f"{place.get(name, 'nowhere (frozen or gone)')} now"
+        for name in sorted(place.keys() | saved_place.keys())
+        if place.get(name) != saved_place.get(name)
+    ]
+    return lines or [f"{len(saved)} parameter groups in the checkpoint, {len(own)} now"]
+
+
+def _fit_message(part: str, lines: Sequence[str], shown: int = 8) -> str:
+    more = f"\n  and {len(lines) - shown} more" if len(lines) > shown else ""
+    listing = "\n".join(f"  {line}" for line in lines[:shown])
+    return (
+        f"the checkpoint does not fit the recipe: {part}\n{listing}{more}\n"
+        f"Resume with the recipe that it was saved with, or start a new run."
+    )

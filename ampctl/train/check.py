@@ -1,0 +1,47 @@
+"""What can be found wrong with a recipe without training: it is built, and one step is tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ampctl.build import build_job
+from ampctl.recipe.load import LoadedRecipe
+from ampctl.recipe.target import import_from_current_folder
+from ampctl.step import settle, train_step
+
+
+def check_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
+    """Build a recipe and try one step on its first samples; return what would run.
+
+    Nothing is written. Raises what ``train`` would raise.
+    """
+    import_from_current_folder()
+    job = build_job(loaded)
+    state = job.state
+    try:
+        window, samples = next(iter(job.train_data.windows(0, 0)))
+        train_step(state, window, measure=True)
+        report = settle(state)
+        assert report is not None, "a step was just taken"
+        if job.eval_data is not None:
+            next(iter(job.eval_data))
+    finally:
+        job.train_data.close()
+        if job.eval_data is not None:
+            job.eval_data.close()
+    return {
+        "recipe": job.recipe.name,
+        "device": str(state.device),
+        "dtype": f"{state.precision.name} ({state.precision.reason})",
+        "parameters": sum(p.numel() for p in state.bare.parameters()),
+        "steps": job.total_steps,
+        "optimizer": _optimizer_words(state.optimizer),
+        "first step": f"{samples} samples, loss {report.loss:.4g}, "
+        + ("skipped: non-finite gradient" if report.skipped else f"grad {report.grad_norm:.4g}"),
+        "verdict": "ready to train",
+    }
+
+
+def _optimizer_words(optimizer: Any) -> str:
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return f"{type(optimizer).__name__}{', fused' if fused else ''}"

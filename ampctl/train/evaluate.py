@@ -1,0 +1,86 @@
+"""The metrics of a split: each sample once, averaged in float64, training left untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctl import rng
+from ampctl.data.move import to_device
+from ampctl.errors import UsageError
+from ampctl.state import TrainState
+
+
+def evaluate(
+    state: TrainState, batches: Iterable[Any], *, proceed: Callable[[], bool] = lambda: True
+) -> dict[str, float] | None:
+    """Return the task's metrics over all batches, as ``eval/NAME``; the EMA's, if there is one.
+
+    ``proceed`` is asked before each batch; once it says no, the evaluation is given up and None
+    is returned. Random numbers drawn here do not move the training's. The model goes back to the
+    mode that each of its modules was in.
+    """
+    modes = {module: module.training for module in state.bare.modules()}
+    state.bare.eval()
+    try:
+        with torch.no_grad(), rng.preserved(state.device):
+            if state.ema is None:
+                return _means(state, batches, proceed)
+            with state.ema.applied():
+                return _means(state, batches, proceed)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _means(
+    state: TrainState, batches: Iterable[Any], proceed: Callable[[], bool]
+) -> dict[str, float] | None:
+    sums: dict[str, Tensor | float] = {}
+    items: Tensor | float = 0.0
+    for batch in batches:
+        if not proceed():
+            return None
+        count = _double(state.task.num_items(batch), state.device)
+        batch = to_device(batch, state.device, channels_last=state.channels_last)
+        with state.precision.autocast():
+            output = state.task.loss(state.model, batch)
+        loss, extra = output if isinstance(output, tuple) else (output, None)
+        values = {"loss": loss, **state.task.metrics(extra, batch)}
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0.0) + _weighted(name, value, count, state.device)
+        items = items + count
+    total = float(items)
+    if not total:
+        raise UsageError("data.eval: the evaluation split holds no items to average over")
+    means = {name: float(value) / total for name, value in sums.items()}
+    return {f"eval/{name}": float(value) for name, value in state.task.summary(means).items()}
+
+
+def _weighted(
+    name: str, value: Tensor | float, count: Tensor | float, device: torch.device
+) -> Tensor | float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise UsageError(
+            f"task: the metric {name!r} has shape {list(value.shape)}; it must be one number, "
+            "the mean over the batch"
+        )
+    weighted = _double(value, device) * count
+    if isinstance(count, float) and not count:
+        return 0.0  # a batch without items has no mean: 0 x nan would poison the rest
+    if isinstance(count, Tensor):
+        return torch.where(count > 0, torch.as_tensor(weighted), 0.0)
+    return weighted
+
+
+def _double(value: Tensor | float, device: torch.device) -> Tensor | float:
+    """Return a detached float64; on a device without float64 the host keeps the sums."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    value = value.detach().reshape(())
+    if device.type == "mps":
+        return float(value)  # sync: no float64 on this device
+    return value.double()

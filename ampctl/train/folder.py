@@ -1,0 +1,62 @@
+"""A run's folder: where it lies, whether it holds a run already, and its two files of facts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ampctl.checkpoint import disk
+from ampctl.errors import UsageError
+
+RECIPE = "recipe.yaml"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+LOG = Path("logs") / "rank-0.log"
+ROOT = Path("runs")
+
+
+def new_run_dir(name: str) -> Path:
+    """Return a folder for a new run, by name and local time, that no run has yet."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = ROOT / name / stamp
+    number = 2
+    while folder.exists():
+        folder = ROOT / name / f"{stamp}-{number}"
+        number += 1
+    return folder
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Return whether a run has been started in a folder."""
+    return (run_dir / RECIPE).exists() or (run_dir / METRICS).exists()
+
+
+def refuse_to_overwrite(run_dir: Path) -> None:
+    """Raise UsageError if a folder holds a run, or things that are no run's."""
+    if holds_run(run_dir):
+        raise UsageError(
+            f"{run_dir} already holds a run, which is never written over. "
+            f"`ampctl resume {run_dir}` goes on with it; give another --run-dir to start a new one."
+        )
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UsageError(f"{run_dir} is a file; --run-dir names a folder")
+
+
+def write_facts(run_dir: Path, recipe_text: str, environment: Mapping[str, Any]) -> None:
+    """Write ``recipe.yaml`` and ``environment.json``, each whole or not at all.
+
+    Raises MachineError if there is no room or no right to write.
+    """
+    for name, content in (
+        (RECIPE, recipe_text),
+        (ENVIRONMENT, json.dumps(dict(environment), indent=1, default=str) + "\n"),
+    ):
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / LOG).parent.mkdir(exist_ok=True)
+            disk.write_bytes(run_dir / name, content.encode())
+        except OSError as error:
+            raise disk.fault(run_dir / name, error, len(content)) from error

@@ -1,0 +1,147 @@
+"""What a run tells while it goes on: each event once, in ``metrics.jsonl`` and on the screen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampctl.checkpoint.store import Saved
+from ampctl.state import Progress, StepReport
+from ampctl.track.console import Console
+from ampctl.track.metrics import MetricsFile
+
+
+class RunLog:
+    """Write events of one run. Throughput leaves out evaluations and the taking of checkpoints."""
+
+    def __init__(
+        self,
+        metrics: MetricsFile,
+        console: Console,
+        *,
+        every_steps: int,
+        total_steps: int | None,
+        device: torch.device,
+    ) -> None:
+        self.console = console
+        self._metrics = metrics
+        self._every = every_steps
+        self._total = total_steps
+        self._device = device
+        self._marks: dict[int, dict[str, Any]] = {}
+        self._since: tuple[float, int, int] | None = None
+        self._stalls: dict[int, float] = {}
+
+    def begin(self, event: str, step: int, lines: Sequence[str], **fields: Any) -> None:
+        """Tell that a run starts or goes on."""
+        self._metrics.write(event, step, **fields)
+        self.console.start(lines, step=step, total_steps=self._total)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step is one to be logged, so that its gradient norm is measured."""
+        return step % self._every == 0
+
+    def restart_clock(self, progress: Progress) -> None:
+        """Count throughput from here: at the start, and after anything that is not training."""
+        self._since = (time.perf_counter(), progress.step, progress.samples)
+
+    def mark(self, progress: Progress, epoch: int) -> None:
+        """Keep what a ``train`` event needs of this moment; the step's own figures come later."""
+        self.console.advance(progress.step)
+        if not self.is_due(progress.step):
+            return
+        now = time.perf_counter()
+        since, first_step, first_sample = self._since or (now, progress.step, progress.samples)
+        seconds, steps = now - since, progress.step - first_step
+        speed = (progress.samples - first_sample) / seconds if seconds > 0 else None
+        self._marks[progress.step] = {
+            "epoch": epoch,
+            "samples": progress.samples,
+            "samples_per_s": speed,
+            "step_ms": seconds / steps * 1e3 if steps else None,
+        }
+        self._since = (now, progress.step, progress.samples)
+
+    def report(self, report: StepReport, progress: Progress) -> None:
+        """Tell a step's fate: a skip always, its figures if the step is one to be logged."""
+        if report.skipped:
+            self._metrics.write(
+                "skip",
+                report.step,
+                scale_before=report.scale_before,
+                scale_after=report.scale_after,
+                consecutive=report.consecutive_skips,
+            )
+            self.console.skip(
+                report.step, report.scale_before, report.scale_after, report.consecutive_skips
+            )
+        mark = self._marks.pop(report.step, None)
+        if mark is None:
+            return
+        fields = {
+            "step": report.step,
+            "epoch": mark["epoch"],
+            "loss": report.loss,
+            "lr": report.lr,
+            "grad_norm": report.grad_norm,
+            "scale": report.scale_after,
+            "skipped": progress.skipped,
+            "updates": progress.updates,
+            "samples": mark["samples"],
+            "samples_per_s": mark["samples_per_s"],
+            "step_ms": mark["step_ms"],
+            "memory_mb": _memory_mb(self._device),
+        }
+        self._metrics.write("train", **fields)
+        self.console.train(fields)
+
+    def evaluation(
+        self, progress: Progress, epoch: int, metrics: Mapping[str, float], *, best: bool
+    ) -> None:
+        """Tell the metrics of an evaluation."""
+        self._metrics.write("eval", progress.step, epoch=epoch, **metrics)
+        self.console.evaluation(progress.step, metrics, best)
+
+    def stalled(self, step: int, seconds: float) -> None:
+        """Take note of how long training stood still for a checkpoint."""
+        self._stalls[step] = seconds
+
+    def saved(self, files: Sequence[Saved], run_dir: Path) -> None:
+        """Tell of the checkpoints that are on the disk by now."""
+        for saved in files:
+            path = saved.path.relative_to(run_dir)
+            self._metrics.write(
+                "checkpoint",
+                saved.step,
+                path=str(path),
+                seconds=self._stalls.pop(saved.step, None),
+                bytes=saved.size,
+            )
+
+    def diagnosis(self, step: int, **fields: Any) -> None:
+        """Tell what is at fault."""
+        self._metrics.write("diagnosis", step, **fields)
+
+    def stop(self, step: int, reason: str, exit_code: int) -> None:
+        """Tell how the run ended."""
+        self._metrics.write("stop", step, reason=reason, exit_code=exit_code)
+
+    def close(self) -> None:
+        """Give the screen back and close the file."""
+        self.console.close()
+        self._metrics.close()
+
+
+def _memory_mb(device: torch.device) -> float:
+    """Return the peak memory so far, in MiB: the device's, or the process's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)

@@ -1,0 +1,294 @@
+"""The training loop: steps, and between them evaluations, checkpoints and reasons to stop."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ampctl import plain
+from ampctl.build import Job
+from ampctl.checkpoint.file import FORMAT, VERSION
+from ampctl.checkpoint.store import Store
+from ampctl.distributed.env import StopSignals
+from ampctl.doctor.nonfinite import Diagnosis, examine
+from ampctl.errors import NumericsError, RecipeError
+from ampctl.monitor import Patience, is_better
+from ampctl.state import Progress, StepReport
+from ampctl.step import settle, train_step
+from ampctl.train.evaluate import evaluate
+from ampctl.train.log import RunLog
+
+SCALES_SHOWN = 8
+
+
+@dataclass
+class Run:
+    """One run under way: the job, where it is saved and told, and what the loop must remember."""
+
+    job: Job
+    run_dir: Path
+    store: Store
+    log: RunLog
+    signals: StopSignals
+    environment: dict[str, Any]
+    saved_step: int = -1
+    saved_at: float = field(default_factory=time.monotonic)
+    windows: deque[tuple[int, list[Any]]] = field(default_factory=lambda: deque(maxlen=2))
+    scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SCALES_SHOWN))
+    diagnosis: Diagnosis | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return self.job.state.progress
+
+
+def fit(run: Run) -> str:
+    """Train until a reason to stop; return it: ``complete`` or ``early_stop``.
+
+    Raises NumericsError when the numbers stay non-finite, PreemptedError or InterruptedRunError
+    after a signal, with the state saved.
+    """
+    progress = run.progress
+    run.log.restart_clock(progress)
+    if _evaluation_was_cut_off(run):
+        _boundary(run, epoch_ended=progress.batch_in_epoch == 0)
+    while (reason := finished(run.job)) is None:
+        _epoch(run)
+    if run.saved_step != progress.step:
+        _save(run)
+    run.store.wait()
+    run.log.saved(run.store.finished(), run.run_dir)
+    return reason
+
+
+def finished(job: Job) -> str | None:
+    """Return why a run is over, or None if it is not."""
+    progress, limits = job.state.progress, job.recipe.train
+    if progress.stopped_early and job.recipe.train.early_stop is not None:
+        return "early_stop"
+    if limits.max_steps is not None and progress.step >= limits.max_steps:
+        return "complete"
+    if limits.max_epochs is not None and progress.epoch >= limits.max_epochs:
+        return "complete"
+    return None
+
+
+def _epoch(run: Run) -> None:
+    """Train from the present place to the epoch's end, or to where the run is over."""
+    job, state, progress, log = run.job, run.job.state, run.progress, run.log
+    epoch = progress.epoch
+    steps_per_epoch = job.train_data.steps_per_epoch
+    for window, samples in job.train_data.windows(epoch, progress.batch_in_epoch):
+        report = train_step(state, window, measure=log.is_due(progress.step + 1))
+        run.windows.append((progress.step, window))
+        progress.batch_in_epoch += 1
+        progress.samples += samples
+        ended = progress.batch_in_epoch == steps_per_epoch
+        if ended:
+            progress.epoch, progress.batch_in_epoch = epoch + 1, 0
+        log.mark(progress, epoch)
+        if report is not None:
+            _take(run, report)
+        if ended or run.signals.received or _due(run) or finished(job):
+            _boundary(run, epoch_ended=ended)
+            if ended or finished(job):
+                return
+    if steps_per_epoch is None:
+        progress.epoch, progress.batch_in_epoch = epoch + 1, 0
+        _boundary(run, epoch_ended=True)
+
+
+def _due(run: Run) -> bool:
+    """Return whether the step just taken ends with an evaluation or a checkpoint."""
+    step, recipe = run.progress.step, run.job.recipe
+    evaluation, steps = recipe.train.eval_every_steps, recipe.checkpoint.every_steps
+    minutes = recipe.checkpoint.every_minutes
+    return (
+        (evaluation is not None and step % evaluation == 0)
+        or (steps is not None and step % steps == 0)
+        or (minutes is not None and time.monotonic() - run.saved_at >= minutes * 60)
+    )
+
+
+def _boundary(run: Run, *, epoch_ended: bool) -> None:
+    """Do what is due after a step: learn its fate, evaluate, save, and heed a signal."""
+    report = settle(run.job.state)
+    if report is not None:
+        _take(run, report)
+    over = finished(run.job) is not None
+    recipe, step = run.job.recipe, run.progress.step
+    every = recipe.train.eval_every_steps
+    wants_evaluation = over or (epoch_ended if every is None else step % every == 0)
+    if run.signals.received is None and wants_evaluation:
+        _evaluate(run)
+        over = finished(run.job) is not None
+    if run.signals.received or over or _save_is_due(run, epoch_ended):
+        _save(run)
+    run.log.restart_clock(run.progress)
+    if run.signals.received:
+        run.store.wait()
+        run.log.saved(run.store.finished(), run.run_dir)
+        raise run.signals.error(f"saved at step {step}")
+
+
+def _save_is_due(run: Run, epoch_ended: bool) -> bool:
+    config = run.job.recipe.checkpoint
+    if config.every_steps is None and config.every_minutes is None:
+        return epoch_ended
+    by_steps = config.every_steps is not None and run.progress.step % config.every_steps == 0
+    by_time = (
+        config.every_minutes is not None
+        and time.monotonic() - run.saved_at >= config.every_minutes * 60
+    )
+    return by_steps or by_time
+
+
+def _evaluation_was_cut_off(run: Run) -> bool:
+    """Return whether the run was stopped between a step and the evaluation due after it."""
+    progress, recipe = run.progress, run.job.recipe
+    if progress.step == 0 or progress.evaluated_step == progress.step:
+        return False
+    if run.job.eval_data is None:
+        return False
+    every = recipe.train.eval_every_steps
+    return progress.batch_in_epoch == 0 if every is None else progress.step % every == 0
+
+
+def _take(run: Run, report: StepReport) -> None:
+    """Tell a step's fate, and stop the run when non-finite steps have lasted too long."""
+    run.log.report(report, run.progress)
+    if report.scale_after != report.scale_before:
+        run.scales.append((report.step, report.scale_after))
+    amp = run.job.recipe.amp
+    if not report.skipped:
+        return
+    if amp.nonfinite == "skip" and report.consecutive_skips < amp.max_skips:
+        return
+    window = next((batches for step, batches in run.windows if step == report.step), [])
+    run.diagnosis = diagnosis = examine(run.job.state, window)
+    run.log.diagnosis(
+        report.step,
+        cause=diagnosis.cause,
+        module=diagnosis.module,
+        tensor=diagnosis.tensor,
+        advice=diagnosis.advice,
+    )
+    raise NumericsError(_numerics_message(run, report, diagnosis))
+
+
+def _numerics_message(run: Run, report: StepReport, diagnosis: Diagnosis) -> str:
+    count = report.consecutive_skips
+    row = "the first non-finite step" if count == 1 else f"{count} non-finite steps in a row"
+    good = report.step - count
+    history = " -> ".join(f"{scale:g} (step {step})" for step, scale in run.scales)
+    saved = run.store.wait()
+    lines = [
+        f"stopped at step {report.step}: {row}; the last good step was {good}",
+        f"  cause:  {diagnosis.cause}",
+        *(f"  seen:   {fact}" for fact in diagnosis.facts),
+        *([f"  scale:  {history}"] if history else []),
+        f"  advice: {diagnosis.advice}",
+        "  weights were not touched by these steps; "
+        + (f"the newest checkpoint is {saved}" if saved else "no checkpoint was saved before them"),
+    ]
+    return "\n".join(lines)
+
+
+def _evaluate(run: Run) -> None:
+    """Evaluate, and let schedule, best and early stopping see the result; a signal cuts it off."""
+    data, progress, recipe = run.job.eval_data, run.progress, run.job.recipe
+    if data is None or progress.evaluated_step == progress.step:
+        return
+    with run.log.console.evaluating(len(data)) as shown:
+
+        def proceed() -> bool:
+            shown.advance()
+            return run.signals.received is None
+
+        metrics = evaluate(run.job.state, data, proceed=proceed)
+    if metrics is None:
+        return
+    progress.evaluated_step = progress.step
+    progress.metrics = metrics
+    monitor = recipe.checkpoint.monitor
+    best = False
+    if monitor in metrics:
+        best = is_better(metrics[monitor], progress.best, recipe.checkpoint.mode)
+        if best:
+            progress.best, progress.best_step = metrics[monitor], progress.step
+        run.job.state.learning_rate.evaluated(metrics[monitor])
+    epoch = progress.epoch - 1 if progress.batch_in_epoch == 0 else progress.epoch
+    run.log.evaluation(progress, epoch, metrics, best=best)
+    _require_metric(run, "checkpoint.monitor", monitor, metrics)
+    _early_stop(run, metrics)
+
+
+def _early_stop(run: Run, metrics: dict[str, float]) -> None:
+    config, progress = run.job.recipe.train.early_stop, run.progress
+    if config is None:
+        return
+    _require_metric(run, "train.early_stop.monitor", config.monitor, metrics)
+    patience = Patience(
+        config.mode, config.patience, progress.early_stop_best, progress.early_stop_bad
+    )
+    progress.stopped_early = patience.update(metrics[config.monitor])
+    progress.early_stop_best, progress.early_stop_bad = patience.best, patience.bad
+
+
+def _require_metric(run: Run, key: str, monitor: str, metrics: dict[str, float]) -> None:
+    """Stop, with the state saved, over a metric that the task does not give."""
+    if monitor in metrics:
+        return
+    from ampctl.errors import Problem
+
+    _save(run)
+    run.store.wait()
+    where = run.job.loaded.origins.get(key, "")
+    raise RecipeError(
+        [
+            Problem(
+                where,
+                key,
+                f"no metric is called {monitor!r}; this task gives {', '.join(sorted(metrics))}",
+                f"the state is saved: `ampctl resume {run.run_dir} {key}=NAME` goes on",
+            )
+        ]
+    )
+
+
+def _save(run: Run) -> None:
+    """Take a snapshot of the state and hand it to the store; the store writes it."""
+    begin = time.perf_counter()
+    job, state, progress = run.job, run.job.state, run.progress
+    payload = plain.snapshot(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            **state.state_dict(),
+            "data": job.train_data.state_dict(),
+            "recipe": job.loaded.text,
+            "environment": {
+                **run.environment,
+                "nonfinite_by_design": sorted(state.nonfinite_by_design),
+            },
+        }
+    )
+    run.store.save(
+        payload,
+        step=progress.step,
+        metrics=progress.metrics if progress.evaluated_step == progress.step else {},
+        nonfinite=_nonfinite(payload, state.nonfinite_by_design),
+    )
+    run.saved_step, run.saved_at = progress.step, time.monotonic()
+    run.log.stalled(progress.step, time.perf_counter() - begin)
+    run.log.saved(run.store.finished(), run.run_dir)
+
+
+def _nonfinite(payload: dict[str, Any], by_design: frozenset[str]) -> list[str]:
+    """Name the non-finite tensors of a snapshot that were not so from the start (masks are)."""
+    found = plain.nonfinite({key: payload[key] for key in ("model", "optimizer", "ema")})
+    return [name for name in found if name.split(".", 1)[-1] not in by_design]

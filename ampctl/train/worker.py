@@ -1,0 +1,299 @@
+"""One process's part of a run: build what the recipe names, restore, fit, and tear down."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ampctl import environment
+from ampctl.build import Job, build_job
+from ampctl.checkpoint import lock
+from ampctl.checkpoint.store import Loaded, NoCheckpointError, Store, load
+from ampctl.distributed.env import StopSignals
+from ampctl.errors import AmpctlError, CheckpointError, InterruptedRunError, NumericsError
+from ampctl.errors import PreemptedError
+from ampctl.recipe import trust
+from ampctl.recipe.load import LoadedRecipe, parse_recipe
+from ampctl.recipe.target import import_from_current_folder
+from ampctl.track.console import Console
+from ampctl.track.metrics import MetricsFile
+from ampctl.train import folder
+from ampctl.train.log import RunLog
+from ampctl.train.loop import Run, finished, fit
+
+_REASONS: dict[type[BaseException], str] = {
+    PreemptedError: "preempted",
+    InterruptedRunError: "interrupted",
+    NumericsError: "nonfinite",
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run goes on from, and the recipe text that was saved in it."""
+
+    loaded: Loaded
+    saved_recipe: LoadedRecipe
+
+
+def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bool) -> None:
+    """Train a recipe in a new run folder, or with ``resume`` go on with the one there.
+
+    Raises an AmpctlError whose exit code says how the run ended, if not well.
+    """
+    import_from_current_folder()
+    where = run_dir or folder.new_run_dir(loaded.recipe.name)
+    notes: list[str] = []
+    origin = None
+    if resume:
+        origin = _newest(where, notes)
+    else:
+        folder.refuse_to_overwrite(where)
+    with lock.hold(where):
+        trust.record(loaded)
+        _run(loaded, where, origin, notes, quiet=quiet)
+
+
+def resume(
+    source: Path,
+    overrides: Sequence[str],
+    *,
+    run_dir: Path | None,
+    trusted: bool,
+    quiet: bool,
+) -> None:
+    """Go on from a checkpoint file, or from the newest intact one of a run folder.
+
+    Raises CheckpointError if there is none that can be used or trusted, and what :func:`train`
+    raises.
+    """
+    import_from_current_folder()
+    notes: list[str] = []
+    found = load(source, notify=notes.append)
+    text = found.payload["recipe"]
+    saved = parse_recipe(text, where=f"recipe of {found.path.name}")
+    for line in trust.require_trusted(saved, trust=trusted):
+        notes.append(f"trusted: {line}")
+    loaded = parse_recipe(text, where=f"recipe of {found.path.name}", overrides=overrides)
+    where = run_dir or found.run_dir or folder.new_run_dir(loaded.recipe.name)
+    if run_dir is not None and run_dir != found.run_dir:
+        folder.refuse_to_overwrite(run_dir)
+    with lock.hold(where):
+        trust.record(loaded)
+        _run(loaded, where, Origin(found, saved), notes, quiet=quiet)
+
+
+def _newest(run_dir: Path, notes: list[str]) -> Origin | None:
+    """Return where a requeued run goes on, or None if it has saved nothing yet."""
+    if not run_dir.is_dir():
+        return None
+    try:
+        found = load(run_dir, notify=notes.append)
+    except NoCheckpointError:
+        return None
+    return Origin(found, parse_recipe(found.payload["recipe"], where=found.path.name))
+
+
+def _run(
+    loaded: LoadedRecipe, run_dir: Path, origin: Origin | None, notes: list[str], *, quiet: bool
+) -> None:
+    console = Console(quiet=quiet)
+    try:
+        for note in notes:
+            console.warn(note)
+        job = build_job(loaded)
+        if origin is not None:
+            _restore(job, origin, console.note)
+            reason = finished(job)
+            if reason is not None:
+                console.finish(_already_complete(job, run_dir, reason))
+                return
+        facts = environment.collect(str(job.state.device))
+        folder.write_facts(run_dir, loaded.text, facts)
+        with _log_file(run_dir), StopSignals() as signals:
+            _fit(job, run_dir, origin, console, signals, facts)
+    finally:
+        console.close()
+
+
+def _fit(
+    job: Job,
+    run_dir: Path,
+    origin: Origin | None,
+    console: Console,
+    signals: StopSignals,
+    facts: dict[str, Any],
+) -> None:
+    checkpoint = job.recipe.checkpoint
+    log = RunLog(
+        MetricsFile(run_dir / folder.METRICS),
+        console,
+        every_steps=job.recipe.log.every_steps,
+        total_steps=job.total_steps,
+        device=job.state.device,
+    )
+    store = Store(
+        run_dir,
+        keep_last=checkpoint.keep_last,
+        keep_best=checkpoint.keep_best,
+        monitor=checkpoint.monitor,
+        mode=checkpoint.mode,
+        asynchronous=checkpoint.asynchronous,
+        notify=console.warn,
+    )
+    run = Run(job, run_dir, store, log, signals, facts)
+    if origin is not None:
+        run.saved_step = job.state.progress.step
+    try:
+        _tell_start(run, origin)
+        reason = fit(run)
+        log.stop(run.progress.step, reason, 0)
+        console.finish(_ending(run, reason))
+    except AmpctlError as error:
+        log.stop(run.progress.step, _REASONS.get(type(error), "error"), error.exit_code)
+        raise
+    except BaseException:
+        log.stop(run.progress.step, "error", 1)
+        raise
+    finally:
+        job.train_data.close()
+        if job.eval_data is not None:
+            job.eval_data.close()
+        store.close()
+        log.close()
+
+
+def _restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
+    """Load the checkpoint into the job. Raises CheckpointError for what does not fit."""
+    payload = origin.loaded.payload
+    saved_recipe = origin.saved_recipe.recipe
+    saved_data = payload["data"] or {}
+    length = job.train_data.state_dict().get("num_samples")
+    saved_length = saved_data.get("num_samples")
+    if length is not None and saved_length is not None and length != saved_length:
+        raise CheckpointError(
+            f"the checkpoint does not fit the data: data.train had {saved_length} samples when it "
+            f"was saved and has {length} now, so the order of the samples cannot be continued. "
+            "Bring the data back, or start a new run."
+        )
+    if payload["dtype"] != job.state.precision.name:
+        notify(f"resuming in {job.state.precision.name}; it was saved in {payload['dtype']}")
+    job.state.load_state_dict(
+        payload,
+        notify=notify,
+        recipe_optimizer_wins=saved_recipe.optimizer != job.recipe.optimizer,
+    )
+    job.train_data.load_state_dict(saved_data)
+    progress = job.state.progress
+    steps_per_epoch = job.train_data.steps_per_epoch
+    changed = saved_recipe.data.batch_size != job.recipe.data.batch_size
+    if changed and steps_per_epoch is not None and progress.batch_in_epoch:
+        # The samples already seen in this epoch, in steps of the new size.
+        seen = progress.batch_in_epoch * saved_recipe.data.batch_size
+        progress.batch_in_epoch = min(seen // job.recipe.data.batch_size, steps_per_epoch - 1)
+        notify(
+            f"data.batch_size changed: the epoch goes on at its sample "
+            f"{progress.batch_in_epoch * job.recipe.data.batch_size}"
+        )
+
+
+def _tell_start(run: Run, origin: Origin | None) -> None:
+    job, state, progress = run.job, run.job.state, run.progress
+    fields: dict[str, Any] = {
+        "recipe_digest": job.loaded.digest,
+        "dtype": state.precision.name,
+        "device": str(state.device),
+        "world_size": 1,
+        "parameters": sum(p.numel() for p in state.bare.parameters()),
+    }
+    if origin is not None:
+        fields |= {"checkpoint": origin.loaded.path.name, "epoch": progress.epoch}
+    run.log.begin(
+        "start" if origin is None else "resume", progress.step, _start_lines(run, origin), **fields
+    )
+
+
+def _start_lines(run: Run, origin: Origin | None) -> list[str]:
+    """Say what is about to run: on what and why, how large, how long, and where it is kept."""
+    job, state = run.job, run.job.state
+    parameters = sum(p.numel() for p in state.bare.parameters())
+    data = job.recipe.data
+    micro = data.micro_batch_size if isinstance(data.micro_batch_size, int) else data.batch_size
+    passes = -(-data.batch_size // micro)
+    accumulated = f" in {passes} micro-batches each" if passes > 1 else ""
+    steps = f"{job.total_steps:,} steps" if job.total_steps is not None else "steps"
+    lines = [
+        f"{job.recipe.name}: {parameters:,} parameters, "
+        f"{steps} of {data.batch_size} samples{accumulated}",
+        f"on {state.device} in {state.precision.name} ({state.precision.reason})",
+        f"run folder: {run.run_dir}",
+    ]
+    if len(state.optimizer.param_groups) > 1:
+        from ampctl.optim import describe_groups
+
+        lines[2:2] = [f"group: {line}" for line in describe_groups(state.optimizer.param_groups)]
+    if origin is not None:
+        progress = run.progress
+        lines.append(
+            f"going on from {origin.loaded.path.name}: step {progress.step}, "
+            f"epoch {progress.epoch}, scale {state.scale_on_host:g}, {progress.skipped} skipped"
+        )
+    return lines
+
+
+def _ending(run: Run, reason: str) -> list[str]:
+    progress, recipe = run.progress, run.job.recipe
+    skipped = f", {progress.skipped} skipped" if progress.skipped else ""
+    how = "stopped early" if reason == "early_stop" else "complete"
+    lines = [f"{how}: {progress.step} steps, {progress.updates} updates{skipped}"]
+    if progress.best is not None:
+        lines.append(
+            f"best {recipe.checkpoint.monitor} {progress.best:.4g} at step {progress.best_step}"
+        )
+    if progress.metrics:
+        figures = "  ".join(f"{name} {value:.4g}" for name, value in progress.metrics.items())
+        lines.append(f"last {figures}")
+    lines.append(f"run folder: {run.run_dir}")
+    lines.append(_extend(run.job, run.run_dir))
+    return lines
+
+
+def _already_complete(job: Job, run_dir: Path, reason: str) -> list[str]:
+    progress, train = job.state.progress, job.recipe.train
+    if reason == "early_stop":
+        what = f"stopped early at step {progress.step}"
+    elif train.max_steps is not None and progress.step >= train.max_steps:
+        what = f"{progress.step} of {train.max_steps} steps"
+    else:
+        what = f"{progress.epoch} of {train.max_epochs} epochs"
+    return [f"already complete ({what}); nothing is changed", _extend(job, run_dir)]
+
+
+def _extend(job: Job, run_dir: Path) -> str:
+    """Return the command that trains on."""
+    train = job.recipe.train
+    if job.state.progress.stopped_early:
+        return f"to go on: ampctl resume {run_dir} train.early_stop=null"
+    if train.max_epochs is not None:
+        return f"to go on: ampctl resume {run_dir} train.max_epochs={train.max_epochs * 2}"
+    return f"to go on: ampctl resume {run_dir} train.max_steps={2 * (train.max_steps or 0)}"
+
+
+@contextmanager
+def _log_file(run_dir: Path) -> Iterator[None]:
+    """Keep what libraries and ampctl log in the run's own file."""
+    handler = logging.FileHandler(run_dir / folder.LOG)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        root.removeHandler(handler)
+        handler.close()

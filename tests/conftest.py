@@ -1,0 +1,33 @@
+"""What every test runs under: one thread, a home of its own, and no state left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("ampctl", deadline=None, print_blob=True)
+settings.load_profile("ampctl")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    # Two threads on two shared cores make tiny float16 runs several times slower.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_state_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path

@@ -1,0 +1,273 @@
+"""A recipe out of a checkpoint may be a stranger's: what it may import, and what never runs."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from ampctl.errors import CheckpointError
+from ampctl.recipe.load import LoadedRecipe, parse_recipe
+from ampctl.recipe.trust import record, require_trusted
+
+GOOD = {
+    "model": "{_target_: ampctl.models.ConvNet, num_classes: 10}",
+    "task": "{_target_: ampctl.tasks.Classification}",
+    "train": "{_target_: ampctl.data.Digits, split: train}",
+    "eval": "null",
+    "optimizer": "{_target_: torch.optim.AdamW, lr: 3e-3}",
+    "scheduler": "null",
+    "compile": "false",
+}
+
+
+def recipe(**blocks: str) -> LoadedRecipe:
+    parts = {**GOOD, **blocks}
+    return parse_recipe(
+        f"""\
+name: a
+model: {parts["model"]}
+task: {parts["task"]}
+data: {{train: {parts["train"]}, eval: {parts["eval"]}, batch_size: 1}}
+optimizer: {parts["optimizer"]}
+scheduler: {parts["scheduler"]}
+train: {{max_steps: 1, compile: {parts["compile"]}}}
+""",
+        where="checkpoint.pt",
+    )
+
+
+def is_trusted(**blocks: str) -> bool:
+    try:
+        assert require_trusted(recipe(**blocks), trust=False) == []
+    except CheckpointError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("slot", "block"),
+    [
+        ("model", "{_target_: ampctl.models.GPT}"),
+        ("model", "{_target_: torch.nn.Linear, in_features: 1, out_features: 2}"),
+        (
+            "model",
+            "{_target_: torch.nn.Sequential, a: {_target_: torch.nn.modules.activation.ReLU}}",
+        ),
+        ("model", "{_target_: torchvision.models.resnet18, num_classes: 3, weights: null}"),
+        ("model", "{_target_: torchvision.models.get_model, name: resnet18}"),
+        ("model", "{_target_: torchvision.models.resnet.ResNet}"),
+        ("model", "{_target_: timm.create_model, model_name: resnet18, pretrained: false}"),
+        (
+            "model",
+            "{_target_: transformers.GPT2LMHeadModel, config: {_target_: transformers.GPT2Config, n_layer: 2}}",
+        ),
+        ("task", "{_target_: ampctl.tasks.LanguageModel}"),
+        ("train", "{_target_: ampctl.data.PythonSource}"),
+        (
+            "eval",
+            "{_target_: torchvision.datasets.CIFAR10, root: /data, transform: {_target_: torchvision.transforms.v2.Compose, transforms: [{_target_: torchvision.transforms.v2.ToImage}, {_target_: torchvision.transforms.Normalize, mean: [0], std: [1]}]}}",
+        ),
+        (
+            "eval",
+            "{_target_: torch.utils.data.ConcatDataset, datasets: [{_target_: ampctl.data.Digits}]}",
+        ),
+        ("optimizer", "{_target_: torch.optim.SGD}"),
+        ("optimizer", "{_target_: timm.optim.Lamb}"),
+        ("scheduler", "{_target_: ampctl.schedules.Cosine}"),
+        ("scheduler", "{_target_: torch.optim.lr_scheduler.StepLR, step_size: 3}"),
+    ],
+)
+def test_objects_that_fit_their_slot_are_trusted(slot: str, block: str) -> None:
+    if "transformers" in block:
+        pytest.importorskip("transformers")
+    assert is_trusted(**{slot: block})
+
+
+@pytest.mark.parametrize(
+    ("slot", "block"),
+    [
+        # other packages, and the standard library behind a known one
+        *[
+            ("model", f"{{_target_: {path}}}")
+            for path in (
+                "os.system",
+                "builtins.eval.x",
+                "subprocess.run",
+                "my_net.Net",
+                "pickle.loads",
+                "torch.os.system",
+                "torch.serialization.os.system",
+                "torch.nn.modules.linear.torch.os.system",
+                "torch.nn.modules.linear.math.exp",
+                "torch.hub.load",
+                "torch.load",
+                "torch.jit.load",
+                "torch.utils.cpp_extension.load",
+                "torch.nn.init.torch.load",
+                "torch.nn.functional.relu",
+                "ampctl.recipe.target.locate",
+                "ampctl.recipe.target.build",
+                "ampctl.models.convnet.nn.Linear",
+                "torch.nn.parallel.DistributedDataParallel",
+                "torch.distributed.nn.RemoteModule",
+                "torch.nn.Linear.from_float",
+                "torch.nn.Module.__init__.__globals__",
+                "torch.nn.Linear.__init__",
+                "torch.nn.Nothing",
+                "torch.nn",
+                "torchvision.models.get_weight",
+                "torchvision.models.list_models",
+                "torchvision.models.feature_extraction.create_feature_extractor",
+                "timm.create_modell",
+                "transformers.AutoModel.from_pretrained",
+                "transformers.pipeline",
+                "torch.fx.GraphModule",
+                "transformers.GPT2LMHeadModel.from_pretrained",
+                "torchvision.datasets.utils.download_url",
+            )
+        ],
+        # known objects in the wrong place
+        ("model", "{_target_: torch.optim.AdamW}"),
+        ("task", "{_target_: torch.nn.Linear}"),
+        ("optimizer", "{_target_: torch.nn.Linear}"),
+        ("optimizer", "{_target_: torch.optim.lr_scheduler.StepLR}"),
+        ("scheduler", "{_target_: torch.optim.SGD}"),
+        ("train", "{_target_: torch.nn.Linear}"),
+        ("train", "{_target_: torchvision.datasets.LSUN, root: x}"),
+        ("train", "{_target_: torchvision.datasets.DatasetFolder, root: x, loader: y}"),
+        ("train", "{_target_: ampctl.data.order.Order}"),
+        ("compile", "{backend: {_target_: torch.nn.Linear}}"),
+        # hidden inside a good one
+        ("model", "{_target_: torch.nn.Sequential, a: [{b: {_target_: os.system, command: x}}]}"),
+        (
+            "optimizer",
+            "{_target_: torch.optim.SGD, groups: {x: {lr: {_target_: builtins.exec.y}}}}",
+        ),
+        # arguments that fetch files or code
+        ("model", "{_target_: timm.create_model, model_name: resnet18, pretrained: true}"),
+        ("model", "{_target_: timm.create_model, model_name: resnet18, pretrained: yes}"),
+        ("model", "{_target_: timm.create_model, model_name: resnet18, checkpoint_path: evil.pth}"),
+        ("model", "{_target_: timm.create_model, model_name: 'hf-hub:evil/model'}"),
+        ("model", "{_target_: timm.create_model, model_name: r, pretrained_cfg: {url: x}}"),
+        ("model", "{_target_: torchvision.models.resnet18, weights: DEFAULT}"),
+        (
+            "model",
+            "{_target_: transformers.GPT2LMHeadModel, config: {_target_: transformers.GPT2Config, auto_map: {a: b}}}",
+        ),
+        (
+            "model",
+            "{_target_: transformers.GPT2LMHeadModel, config: {_target_: transformers.GPT2Config, attn_implementation: evil/kernel}}",
+        ),
+        (
+            "model",
+            "{_target_: transformers.GPT2LMHeadModel, config: {_target_: transformers.GPT2Config, _attn_implementation: flash_attention_2}}",
+        ),
+        (
+            "model",
+            "{_target_: transformers.GPT2LMHeadModel, config: {_target_: transformers.GPT2Config, trust_remote_code: true}}",
+        ),
+    ],
+)
+def test_anything_else_is_refused(slot: str, block: str) -> None:
+    if "transformers" in block:
+        pytest.importorskip("transformers")
+    assert not is_trusted(**{slot: block})
+
+
+def test_a_refusal_lists_every_import_and_the_two_ways_on() -> None:
+    loaded = recipe(
+        model="{_target_: my_net.Net, a: {_target_: os.system}}", task="{_target_: x.Y}"
+    )
+    with pytest.raises(CheckpointError) as caught:
+        require_trusted(loaded, trust=False)
+    message = f"{caught.value}"
+    assert caught.value.exit_code == 4
+    for part in (
+        "model: my_net.Net",
+        "model.a: os.system",
+        "task: x.Y",
+        "--trust",
+        "train that recipe",
+    ):
+        assert part in message
+    assert "AdamW" not in message
+    lines = require_trusted(loaded, trust=True)
+    assert [line.split(" (")[0] for line in lines] == [
+        "model: my_net.Net",
+        "model.a: os.system",
+        "task: x.Y",
+    ]
+    assert require_trusted(recipe(), trust=True) == []
+
+
+def test_hostile_modules_beside_the_user_never_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canary = folder / "canary"
+    plant = f"open({str(canary)!r}, 'w').close()\n"
+    monkeypatch.syspath_prepend(str(folder))
+    for name in ("evil", "torchmetrics", "torch_evil"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(plant + "class Net: pass\n")
+        (folder / name / "classification.py").write_text(plant + "class Net: pass\n")
+    refused = [
+        {"model": "{_target_: evil.Net}"},
+        {"model": "{_target_: torch_evil.classification.Net}"},
+        {
+            "task": "{_target_: ampctl.tasks.Classification, metric: {_target_: torchmetrics.classification.Net}}"
+        },
+        {"model": f"{{_target_: os.system, command: 'touch {canary}'}}"},
+        {"model": f"{{_target_: torch.os.system, command: 'touch {canary}'}}"},
+        {
+            "model": f"{{_target_: pathlib.Path.touch, self: {{_target_: pathlib.Path, x: '{canary}'}}}}"
+        },
+    ]
+    for blocks in refused:
+        assert not is_trusted(**blocks)
+    assert not canary.exists()
+
+
+def test_a_recipe_trained_here_is_trusted_and_one_that_differs_in_text_is_not() -> None:
+    mine = "{_target_: my_net.Net, width: 3, path: a.bin}"
+    assert not is_trusted(model=mine)
+    assert record(recipe(model=mine))
+    assert is_trusted(model=mine)
+    assert is_trusted(model=mine.replace("3", "4"))
+    assert not is_trusted(model=mine.replace("a.bin", "b.bin"))
+    assert not is_trusted(model=mine.replace("Net", "Other"))
+    assert not is_trusted(model=mine, task="{_target_: my_net.Task}")
+
+
+def test_the_record_is_private_and_has_each_recipe_once() -> None:
+    loaded = recipe(model="{_target_: my_net.Net}")
+    assert record(loaded)
+    assert record(loaded)
+    assert record(recipe(model="{_target_: my_net.Other}"))
+    (path,) = (Path(os.environ["XDG_STATE_HOME"]) / "ampctl").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(path.read_text().splitlines()) == 2
+    path.chmod(0o666)  # others could have written it
+    assert not is_trusted(model="{_target_: my_net.Net}")
+
+
+def test_a_home_that_cannot_be_written_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    loaded = recipe(model="{_target_: my_net.Net}")
+    assert record(loaded) is False
+    with pytest.raises(CheckpointError):
+        require_trusted(loaded, trust=False)
+
+
+def test_the_record_lies_in_the_home_where_no_state_folder_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert record(recipe())
+    assert (tmp_path / ".local" / "state" / "ampctl").is_dir()
