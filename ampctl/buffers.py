@@ -89,7 +89,7 @@ def _flatten(model: nn.Module) -> list[_Flat]:
     flats = []
     for buffers in groups.values():
         values = torch.cat([buffer.detach().reshape(-1) for buffer in buffers.values()])
-        parts = values.split([buffer.numel() for buffer in buffers.values()])
+        parts = torch.split(values, [buffer.numel() for buffer in buffers.values()])
         slots = []
         for (key, buffer), part in zip(buffers.items(), parts, strict=True):
             view = part.view(buffer.shape)

@@ -59,9 +59,7 @@ def build_job(loaded: LoadedRecipe) -> Job:
     refuse_unsupported(loaded)
     recipe = loaded.recipe
     device = choose_device(recipe.train.device)
-    precision = choose_precision(
-        recipe.amp.dtype, device, cache_enabled=recipe.amp.cache_enabled
-    )
+    precision = choose_precision(recipe.amp.dtype, device, cache_enabled=recipe.amp.cache_enabled)
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -108,7 +106,7 @@ def build_model(loaded: LoadedRecipe, device: torch.device) -> nn.Module:
         raise _error(loaded, "model", f"{recipe.model[TARGET]} gave a {found}, not an nn.Module")
     model = model.to(device)
     if recipe.train.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = model.to(memory_format=torch.channels_last)
     return model
 
 
@@ -124,7 +122,7 @@ def build_state(
     optim.check_optimizer(optimizer, dtype=precision.name, model=bare)
     by_design = frozenset(nonfinite(bare.state_dict()))
     compile_options = recipe.train.compile
-    model = bare
+    model: Any = bare
     if compile_options is not False:
         options = dict(compile_options) if isinstance(compile_options, Mapping) else {}
         model = torch.compile(bare, **options)

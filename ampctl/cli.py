@@ -1,4 +1,4 @@
-"""The command line: commands, options, exit codes and words on the screen. What they do is elsewhere.
+"""The command line: commands, options, exit codes and words on the screen.
 
 Nothing here imports torch until a command needs it.
 """

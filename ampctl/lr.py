@@ -1,4 +1,4 @@
-"""How the learning rate follows applied updates: one face for pure functions and torch schedulers."""
+"""How the learning rate follows applied updates, by a pure function or a torch scheduler."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class FunctionSchedule:
     """Base rates times ``factor(update)``; without a function the rates stay as the recipe says."""
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float] | None) -> None:
-        self._groups = optimizer.param_groups
-        self._base = [group["lr"] for group in self._groups]
+        self._optimizer = optimizer
+        self._base = [group["lr"] for group in optimizer.param_groups]
         self._factor = factor
         self._updates = 0
 
@@ -42,7 +42,7 @@ class FunctionSchedule:
         if self._factor is None:
             return
         factor = self._factor(self._updates)
-        for group, base in zip(self._groups, self._base, strict=True):
+        for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
             group["lr"] = base * factor
 
     def updated(self) -> None:
@@ -62,7 +62,7 @@ class FunctionSchedule:
         if not keep_base and len(state["base_lrs"]) == len(self._base):
             self._base = list(state["base_lrs"])
         if self._factor is None:
-            for group, base in zip(self._groups, self._base, strict=True):
+            for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
                 group["lr"] = base
 
 
@@ -73,7 +73,7 @@ class TorchSchedule:
     """
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-        self._groups = optimizer.param_groups
+        self._optimizer = optimizer
         self._scheduler = scheduler
         self._plateau = isinstance(scheduler, ReduceLROnPlateau)
 
@@ -95,13 +95,13 @@ class TorchSchedule:
         return dict(self._scheduler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep_base: bool) -> None:
-        """Restore the scheduler's own state; with ``keep_base`` rates are scaled to the recipe's."""
+        """Restore the scheduler's state; with ``keep_base`` rates are scaled to the recipe's."""
         base = list(getattr(self._scheduler, "base_lrs", ()))
         self._scheduler.load_state_dict(dict(state))
         saved = list(getattr(self._scheduler, "base_lrs", ()))
         if keep_base and base and len(base) == len(saved):
             self._scheduler.base_lrs = base
-            for group, new, old in zip(self._groups, base, saved, strict=True):
+            for group, new, old in zip(self._optimizer.param_groups, base, saved, strict=True):
                 group["lr"] = group["lr"] * new / old if old else new
 
 

@@ -36,7 +36,7 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_host(seed: int) -> None:
-    """Seed the generators that data loading draws from: Python's, NumPy's and torch's on the CPU."""
+    """Seed the generators that data loading draws from: Python's, NumPy's, torch's on the CPU."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
@@ -129,7 +129,7 @@ _NUMPY_STATE_BYTES = 624 * 4 + 4
 
 
 def _numpy_address() -> int:
-    generator = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+    generator = np.random.mtrand._rand._bit_generator
     return int(generator.ctypes.state_address)
 
 

@@ -45,7 +45,8 @@ class StepReport:
     """What became of one step, once the host knows. ``grad_norm`` is None if not measured.
 
     ``loss`` is the mean over the step's items, ``lr`` the first group's rate, ``grad_norm`` the
-    2-norm of the unscaled gradient before clipping; ``scale_before`` was used by the step, ``scale_after`` is used by the next.
+    2-norm of the unscaled gradient before clipping; ``scale_before`` was used by the step,
+    ``scale_after`` is used by the next.
     """
 
     step: int
@@ -82,7 +83,7 @@ class Pending:
         """Return the four numbers; waits for the copy if it is still under way."""
         if self._event is not None:
             self._event.synchronize()  # sync: with the step before the one being queued
-        return self._values.tolist()  # type: ignore[no-any-return]
+        return self._values.tolist()
 
 
 @dataclass

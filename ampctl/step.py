@@ -105,7 +105,7 @@ def _forward_backward(state: TrainState, window: Sequence[Any]) -> Tensor:
             loss = _scalar_loss(state, state.task.loss(state.model, batch))
             if len(window) > 1:
                 loss = loss * (count / total)
-        state.scaler.scale(loss).backward()
+        state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         part = loss.detach().float()
         mean = part if mean is None else mean + part
     assert mean is not None, "a window holds at least one micro-batch"
@@ -169,7 +169,7 @@ def _step_with_closure(state: TrainState, window: Sequence[Any], loss: Tensor) -
         gradients.drop(state.parameters)
         again = _forward_backward(state, window)
         _unscale_and_clip(state, measure=False)
-        found_inf.maximum_(state.scaler.found_inf)
+        found_inf.add_(state.scaler.found_inf).clamp_(max=1.0)
         return again
 
     if not found_inf.item():  # sync: the closure reads the loss on the host anyway

@@ -38,7 +38,9 @@ class Net(nn.Module):
         return self.head(self.dropout(F.relu(self.norm(self.first(x)))))
 
 
-def batches(count: int, size: int = 6, seed: int = 0, features: int = 8) -> list[tuple[Tensor, Tensor]]:
+def batches(
+    count: int, size: int = 6, seed: int = 0, features: int = 8
+) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
         (

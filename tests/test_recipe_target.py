@@ -214,7 +214,7 @@ def test_a_constructor_of_a_library_that_refuses_is_told_in_words() -> None:
 
 
 def test_an_exception_of_the_users_own_file_comes_through_untouched(user: Path) -> None:
-    with pytest.raises(ValueError, match="^mine$"):
+    with pytest.raises(ValueError, match=r"^mine$"):
         make({"_target_": "my_net.Broken"})
     ((_, _, message),) = problems({"_target_": "json.loads", "s": "{"})
     assert "json.loads refused its arguments" in message

@@ -23,6 +23,14 @@ GOOD = {
 }
 
 
+GPT2 = """{{_target_: transformers.GPT2LMHeadModel, config:
+  {{_target_: transformers.GPT2Config, {}}}}}"""
+CIFAR = """{_target_: torchvision.datasets.CIFAR10, root: /data, transform:
+  {_target_: torchvision.transforms.v2.Compose, transforms:
+  [{_target_: torchvision.transforms.v2.ToImage},
+   {_target_: torchvision.transforms.Normalize, mean: [0], std: [1]}]}}"""
+
+
 def recipe(**blocks: str) -> LoadedRecipe:
     parts = {**GOOD, **blocks}
     return parse_recipe(
@@ -60,16 +68,10 @@ def is_trusted(**blocks: str) -> bool:
         ("model", "{_target_: torchvision.models.get_model, name: resnet18}"),
         ("model", "{_target_: torchvision.models.resnet.ResNet}"),
         ("model", "{_target_: timm.create_model, model_name: resnet18, pretrained: false}"),
-        (
-            "model",
-            "{_target_: transformers.GPT2LMHeadModel, config: {_target_: transformers.GPT2Config, n_layer: 2}}",
-        ),
+        ("model", GPT2.format("n_layer: 2")),
         ("task", "{_target_: ampctl.tasks.LanguageModel}"),
         ("train", "{_target_: ampctl.data.PythonSource}"),
-        (
-            "eval",
-            "{_target_: torchvision.datasets.CIFAR10, root: /data, transform: {_target_: torchvision.transforms.v2.Compose, transforms: [{_target_: torchvision.transforms.v2.ToImage}, {_target_: torchvision.transforms.Normalize, mean: [0], std: [1]}]}}",
-        ),
+        ("eval", CIFAR),
         (
             "eval",
             "{_target_: torch.utils.data.ConcatDataset, datasets: [{_target_: ampctl.data.Digits}]}",
@@ -153,22 +155,10 @@ def test_objects_that_fit_their_slot_are_trusted(slot: str, block: str) -> None:
         ("model", "{_target_: timm.create_model, model_name: 'hf-hub:evil/model'}"),
         ("model", "{_target_: timm.create_model, model_name: r, pretrained_cfg: {url: x}}"),
         ("model", "{_target_: torchvision.models.resnet18, weights: DEFAULT}"),
-        (
-            "model",
-            "{_target_: transformers.GPT2LMHeadModel, config: {_target_: transformers.GPT2Config, auto_map: {a: b}}}",
-        ),
-        (
-            "model",
-            "{_target_: transformers.GPT2LMHeadModel, config: {_target_: transformers.GPT2Config, attn_implementation: evil/kernel}}",
-        ),
-        (
-            "model",
-            "{_target_: transformers.GPT2LMHeadModel, config: {_target_: transformers.GPT2Config, _attn_implementation: flash_attention_2}}",
-        ),
-        (
-            "model",
-            "{_target_: transformers.GPT2LMHeadModel, config: {_target_: transformers.GPT2Config, trust_remote_code: true}}",
-        ),
+        ("model", GPT2.format("auto_map: {a: b}")),
+        ("model", GPT2.format("attn_implementation: evil/kernel")),
+        ("model", GPT2.format("_attn_implementation: flash_attention_2")),
+        ("model", GPT2.format("trust_remote_code: true")),
     ],
 )
 def test_anything_else_is_refused(slot: str, block: str) -> None:
@@ -217,12 +207,14 @@ def test_hostile_modules_beside_the_user_never_run(
         {"model": "{_target_: evil.Net}"},
         {"model": "{_target_: torch_evil.classification.Net}"},
         {
-            "task": "{_target_: ampctl.tasks.Classification, metric: {_target_: torchmetrics.classification.Net}}"
+            "task": "{_target_: ampctl.tasks.Classification, metric: "
+            "{_target_: torchmetrics.classification.Net}}"
         },
         {"model": f"{{_target_: os.system, command: 'touch {canary}'}}"},
         {"model": f"{{_target_: torch.os.system, command: 'touch {canary}'}}"},
         {
-            "model": f"{{_target_: pathlib.Path.touch, self: {{_target_: pathlib.Path, x: '{canary}'}}}}"
+            "model": "{_target_: pathlib.Path.touch, self: "
+            f"{{_target_: pathlib.Path, x: '{canary}'}}}}"
         },
     ]
     for blocks in refused:

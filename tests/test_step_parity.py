@@ -38,7 +38,9 @@ def compare(
     torch.manual_seed(0)
     mine = Net()
     theirs = copy.deepcopy(mine)
-    state = make_state(mine, OPTIMIZERS[optimizer](mine.parameters()), dtype, amp=amp, factor=factor)
+    state = make_state(
+        mine, OPTIMIZERS[optimizer](mine.parameters()), dtype, amp=amp, factor=factor
+    )
     reports = run(state, windows)
     record = train(
         theirs,
@@ -112,7 +114,10 @@ def test_a_fused_sgd_survives_that_its_first_step_is_skipped(dtype: str) -> None
     windows = [[b] for b in batches(5)]
     amp = AmpConfig(init_scale=512.0)
     make = OPTIMIZERS["sgd-fused"]
-    run(make_state(fused, make(fused.parameters()), dtype, amp=amp), [[spoil(windows[0][0])], *windows])
+    run(
+        make_state(fused, make(fused.parameters()), dtype, amp=amp),
+        [[spoil(windows[0][0])], *windows],
+    )
     half = AmpConfig(init_scale=256.0)
     run(make_state(clean, make(clean.parameters()), dtype, amp=half), windows)
     for name, value in clean.state_dict().items():

@@ -1,4 +1,4 @@
-"""Gradients as lists that one kernel takes: gathered, measured, clipped. Scaling is ``scaler``'s."""
+"""Gradients as lists that one kernel takes: gathered, measured, clipped."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def total_norm(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     first = norms[0].device
     if len(groups) > 1:
         norms = [norm.to(first) for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def clip_norm_(groups: Sequence[Sequence[Tensor]], norm: Tensor, max_norm: float) -> None:

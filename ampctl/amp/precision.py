@@ -1,4 +1,4 @@
-"""Which dtype autocast runs in on which device, and why. What the loss scale does is ``scaler``'s."""
+"""Which dtype autocast runs in on which device, and why."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class LossScaler:
                 # The fused check has no bfloat16 kernel on CUDA. A largest absolute value is
                 # finite exactly if all values are, and cannot overflow.
                 largest = torch.stack(torch._foreach_norm(list(group), float("inf")))
-                self.found_inf.maximum_(largest.isfinite().all().logical_not().float())
+                self.found_inf.add_(largest.isfinite().all().logical_not()).clamp_(max=1.0)
             else:
                 torch._amp_foreach_non_finite_check_and_unscale_(
                     list(group), self.found_inf, inverse

@@ -187,7 +187,9 @@ def start_worker(_: int) -> None:
     torch.set_num_threads(1)
 
 
-def _explain(error: RuntimeError, iterator: Any, sent: Sequence[Request], received: int) -> Exception:
+def _explain(
+    error: RuntimeError, iterator: Any, sent: Sequence[Request], received: int
+) -> Exception:
     """Name the signal that ended a worker and the samples it may have been reading."""
     dead = [
         (number, worker.exitcode)

@@ -29,5 +29,5 @@ def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) 
             for name, part in batch.items()
         }
     if isinstance(batch, Mapping) or hasattr(batch, "to"):
-        return batch.to(device)  # type: ignore[union-attr]
+        return batch.to(device)
     return batch

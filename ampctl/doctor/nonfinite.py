@@ -100,7 +100,9 @@ def examine(state: TrainState, window: Sequence[Any]) -> Diagnosis:
             "resume from the newest checkpoint; if it stops again, lower amp.init_scale",
             facts=facts,
         )
-    advice = "set amp.dtype=bfloat16" if state.precision.name == "float16" else "set amp.dtype=float32"
+    advice = (
+        "set amp.dtype=bfloat16" if state.precision.name == "float16" else "set amp.dtype=float32"
+    )
     return Diagnosis(
         f"the step overflows in {state.precision.name} and is finite in float32",
         f"{advice}, or lower optimizer.lr if the loss had been rising",
@@ -118,7 +120,8 @@ def _replay(state: TrainState, window: Sequence[Any], *, low_precision: bool) ->
         with state.precision.autocast() if low_precision else nullcontext():
             output = state.task.loss(state.model, batch)
         loss = output[0] if isinstance(output, tuple) else output
-        (state.scaler.scale(loss) if low_precision else loss).backward()
+        scaled = state.scaler.scale(loss) if low_precision else loss
+        scaled.backward()  # type: ignore[no-untyped-call]
         losses.append(float(loss.detach()))
     bad = tuple(
         name

@@ -85,16 +85,25 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    written = escape(text)
-    style = None if isinstance(scalar(written), str) else "'"
-    if not written.isprintable():
+    style = None if isinstance(scalar(text), str) else "'"
+    if not text.isprintable():
         style = '"'  # a single-quoted line break (U+0085 too) would be read back as a space
-    return dumper.represent_scalar("tag:yaml.org,2002:str", written, style=style)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)
 
 
 def dump(values: Mapping[str, Any]) -> str:
-    """Write plain values as YAML text in their own order; the same values give the same text."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+    """Write plain values as YAML text in their own order; literal ``${`` is escaped."""
+    return yaml.dump(
+        _escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf
+    )
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return escape(value) if isinstance(value, str) else value

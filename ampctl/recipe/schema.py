@@ -33,7 +33,7 @@ def key(
     }
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)  # type: ignore[no-any-return]
+    return field(default=default, metadata=metadata)
 
 
 def required(help: str, **limits: float) -> Any:
@@ -50,7 +50,7 @@ class DataConfig:
     batch_size: int = required("samples per optimizer step, summed over all ranks", at_least=1)
     micro_batch_size: int | Literal["auto"] | None = key(
         None,
-        "samples per forward pass on one rank; null: batch_size / ranks; auto: the largest that fits",
+        "samples per forward pass on one rank; null: batch_size / ranks; auto: what fits",
         at_least=1,
     )
     eval_batch_size: int | None = key(

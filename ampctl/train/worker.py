@@ -14,8 +14,13 @@ from ampctl.build import Job, build_job
 from ampctl.checkpoint import lock
 from ampctl.checkpoint.store import Loaded, NoCheckpointError, Store, load
 from ampctl.distributed.env import StopSignals
-from ampctl.errors import AmpctlError, CheckpointError, InterruptedRunError, NumericsError
-from ampctl.errors import PreemptedError
+from ampctl.errors import (
+    AmpctlError,
+    CheckpointError,
+    InterruptedRunError,
+    NumericsError,
+    PreemptedError,
+)
 from ampctl.recipe import trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe
 from ampctl.recipe.target import import_from_current_folder

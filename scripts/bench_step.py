@@ -1,0 +1,156 @@
+"""Time a step of ampctl against the loop by hand of ``tests/reference_loop.py``, in turn.
+
+    python scripts/bench_step.py [--rounds 7] [--steps 600] [--json FILE]
+
+A 64-128-10 MLP, batch 64, fused AdamW, clipping at 1.0, one thread; the loop by hand reads a
+``DataLoader`` over a ``TensorDataset``. ampctl runs whole: progress, logging and metrics are on.
+``item by item`` reads the same tensors through ``__getitem__``, ``batched`` is a TensorDataset,
+which ampctl reads with one gather a batch. A ratio below 1 means that ampctl is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from reference_loop import train as train_by_hand  # noqa: E402
+
+from ampctl.models import MLP  # noqa: E402
+from ampctl.recipe.load import parse_recipe  # noqa: E402
+from ampctl.schedules import Cosine  # noqa: E402
+from ampctl.track.metrics import read_metrics  # noqa: E402
+from ampctl.train import worker  # noqa: E402
+
+SAMPLES, BATCH, WARM_UP = 8192, 64, 50
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def tensors() -> TensorDataset:
+    """Return the data, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 64, generator=generator)
+    return TensorDataset(x, torch.randint(0, 10, (SAMPLES,), generator=generator))
+
+
+class ItemByItem(Dataset[tuple[Tensor, Tensor]]):
+    """The same data, as a dataset that can only be read one sample at a time."""
+
+    def __init__(self) -> None:
+        self.x, self.y = tensors().tensors
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+RECIPE = """
+name: bench
+model: {{_target_: ampctl.models.MLP, in_features: 64, hidden: [128], num_classes: 10}}
+task: {{_target_: ampctl.tasks.Classification}}
+data: {{train: {{_target_: bench_step.{dataset}}}, batch_size: 64}}
+optimizer: {{_target_: torch.optim.AdamW, lr: 1e-3}}
+scheduler: {{_target_: ampctl.schedules.Cosine}}
+amp: {{dtype: {dtype}, clip_norm: 1.0}}
+train: {{max_steps: {steps}, device: cpu}}
+checkpoint: {{every_steps: 1000000}}
+"""
+
+
+def by_ampctl(dtype: str, dataset: str, steps: int) -> float:
+    """Return microseconds a step, read from the times in ``metrics.jsonl``."""
+    loaded = parse_recipe(
+        RECIPE.format(dtype=dtype, dataset=dataset, steps=steps + WARM_UP), where="bench"
+    )
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        run_dir = Path(folder) / "run"
+        worker.train(loaded, run_dir=run_dir, resume=False, quiet=False)
+        times = {
+            e["step"]: e["time"]
+            for e in read_metrics(run_dir / "metrics.jsonl")
+            if e["event"] == "train"
+        }
+    return (times[steps + WARM_UP] - times[WARM_UP]) / steps * 1e6
+
+
+def by_hand(dtype: str, steps: int) -> float:
+    """Return microseconds a step of the loop by hand."""
+    torch.manual_seed(0)
+    model = MLP(64, [128], 10)
+    loader = DataLoader(tensors(), batch_size=BATCH, shuffle=True)
+    marks: list[float] = []
+
+    def windows() -> Iterator[list[tuple[Tensor, Tensor]]]:
+        done = 0
+        while True:
+            for batch in loader:
+                if done in (WARM_UP, steps + WARM_UP):
+                    marks.append(time.perf_counter())
+                if done == steps + WARM_UP:
+                    return
+                done += 1
+                yield [batch]
+
+    train_by_hand(
+        model,
+        windows(),
+        F.cross_entropy,
+        torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+        dtype=getattr(torch, dtype),
+        clip_norm=1.0,
+        factor=Cosine(total_steps=steps + WARM_UP),
+        log_every=10,
+    )
+    return (marks[1] - marks[0]) / steps * 1e6
+
+
+def main() -> None:
+    """Print a table of medians and of the median ratio of the rounds."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    print(f"{'dtype':<10}{'data':<14}{'by hand us':>12}{'ampctl us':>12}{'ratio':>8}  min..max")
+    for dtype in DTYPES:
+        for label, dataset in (("item by item", "ItemByItem"), ("batched", "tensors")):
+            pairs = [
+                (by_hand(dtype, options.steps), by_ampctl(dtype, dataset, options.steps))
+                for _ in range(options.rounds)
+            ]
+            ratios = sorted(ours / theirs for theirs, ours in pairs)
+            hand, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
+            ratio = statistics.median(ratios)
+            rows.append(
+                {"dtype": dtype, "data": label, "hand_us": hand, "ampctl_us": ours, "ratio": ratio}
+            )
+            print(
+                f"{dtype:<10}{label:<14}{hand:>12.0f}{ours:>12.0f}{ratio:>8.2f}"
+                f"  {ratios[0]:.2f}..{ratios[-1]:.2f}",
+                flush=True,
+            )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
