@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from ampctl.ema import WeightAverage
 from ampctl.errors import Problem, RecipeError
 from ampctl.lr import FunctionSchedule, LearningRate, TorchSchedule
 from ampctl.plain import nonfinite
+from ampctl.preflight import refuse_unknown_targets, refuse_unsupported
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET, Recipe
 from ampctl.recipe.target import build, locate
@@ -57,44 +59,25 @@ def build_job(loaded: LoadedRecipe) -> Job:
     not go together, MachineError for a device that is not here.
     """
     refuse_unsupported(loaded)
+    refuse_unknown_targets(loaded)
     recipe = loaded.recipe
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.amp.dtype, device, cache_enabled=recipe.amp.cache_enabled)
     if recipe.train.deterministic:
+        # cuBLAS reads this when it is first used; without it torch refuses matrix products.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     rng.seed_everything(recipe.seed)
     train_data = _build_train_data(loaded, device)
     eval_data = build_eval_data(loaded, device)
+    if recipe.train.early_stop is not None and eval_data is None:
+        raise _error(loaded, "train.early_stop", "there is no data.eval to watch a metric of")
     total_steps = _total_steps(loaded, train_data.steps_per_epoch)
     # The weights depend on the seed alone, not on what building the data drew.
     rng.seed_everything(recipe.seed)
     state = build_state(loaded, device, precision, total_steps)
     return Job(loaded, state, train_data, eval_data, total_steps)
-
-
-def refuse_unsupported(loaded: LoadedRecipe) -> None:
-    """Raise RecipeError for keys of the schema that this version cannot honour yet."""
-    recipe = loaded.recipe
-    asked = {
-        "amp.modules": bool(recipe.amp.modules),
-        "data.micro_batch_size": recipe.data.micro_batch_size == "auto",
-        "distributed.strategy": recipe.distributed.strategy != "ddp",
-        "log.trackers": bool(recipe.log.trackers),
-    }
-    advice = {
-        "amp.modules": "leave it empty",
-        "data.micro_batch_size": "give a number, or null",
-        "distributed.strategy": "use ddp",
-        "log.trackers": "leave it empty; metrics.jsonl holds every figure",
-    }
-    problems = [
-        _problem(loaded, key, f"not supported yet: {_value(recipe, key)!r}", advice[key])
-        for key, is_asked in asked.items()
-        if is_asked
-    ]
-    if problems:
-        raise RecipeError(problems)
 
 
 def build_model(loaded: LoadedRecipe, device: torch.device) -> nn.Module:
@@ -290,13 +273,6 @@ def _build_learning_rate(
 
 def _build(loaded: LoadedRecipe, key: str, block: Mapping[str, Any]) -> Any:
     return build(block, key=key, origins=loaded.origins)
-
-
-def _value(recipe: Recipe, key: str) -> Any:
-    value: Any = recipe
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _problem(loaded: LoadedRecipe, key: str, message: str, advice: str = "") -> Problem:

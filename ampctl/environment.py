@@ -38,7 +38,7 @@ def collect(device: str | None = None) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "cudnn": _cudnn(),
         "numpy": numpy.__version__,
         "platform": platform.platform(),
         "hostname": socket.gethostname(),
@@ -74,6 +74,16 @@ def precisions() -> list[dict[str, str]]:
                 }
             )
     return rows
+
+
+def _cudnn() -> int | None:
+    """Return the version of cuDNN where it is used; to ask elsewhere would load all of it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return version
 
 
 def bfloat16_is_native(device_type: str) -> tuple[bool, str]:

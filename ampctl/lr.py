@@ -97,7 +97,12 @@ class TorchSchedule:
     def load_state_dict(self, state: Mapping[str, Any], *, keep_base: bool) -> None:
         """Restore the scheduler's state; with ``keep_base`` rates are scaled to the recipe's."""
         base = list(getattr(self._scheduler, "base_lrs", ()))
-        self._scheduler.load_state_dict(dict(state))
+        own: dict[str, Any] = dict(self._scheduler.state_dict())
+        # OneCycleLR: a run that is made longer follows the new plan, from the same update on.
+        plan: dict[str, Any] = {
+            name: own[name] for name in ("total_steps", "_schedule_phases") if name in own
+        }
+        self._scheduler.load_state_dict(dict(state) | plan)
         saved = list(getattr(self._scheduler, "base_lrs", ()))
         if keep_base and base and len(base) == len(saved):
             self._scheduler.base_lrs = base

@@ -98,30 +98,38 @@ class DrawProbe:
     """Tell, cheaply, whether anything was drawn from the host's generators since it was made.
 
     Taking three whole states costs more than a small training step (NumPy's alone 60 us), so
-    NumPy's is read through the address that its bit generator publishes.
+    NumPy's is read through the address that its bit generator publishes. The half of a normal
+    pair that NumPy keeps elsewhere is taken out of it until :meth:`rewind`.
     """
 
-    __slots__ = ("_numpy", "_python", "_torch")
+    __slots__ = ("_moved", "_numpy", "_numpy_half", "_python", "_torch")
 
     def __init__(self) -> None:
+        self._moved = True  # until it is known
         self._python = random.getstate()
+        self._numpy_half = _take_numpy_half()
         self._numpy = _numpy_words()
         self._torch = torch.default_generator.get_state()
 
     def drew(self) -> bool:
-        """Return whether a generator has moved."""
-        return (
+        """Return whether a generator has moved; asked once, after the last draw."""
+        self._moved = (
             not torch.equal(torch.default_generator.get_state(), self._torch)
             or _numpy_words() != self._numpy
             or random.getstate() != self._python
         )
+        return self._moved
 
     def rewind(self) -> None:
-        """Put the generators back to where they were when the probe was made."""
-        torch.default_generator.set_state(self._torch)
-        random.setstate(self._python)
-        address = _numpy_address()
-        ctypes.memmove(address, self._numpy, len(self._numpy))
+        """Put the generators back to where they were when the probe was made; call it always."""
+        if self._moved:
+            torch.default_generator.set_state(self._torch)
+            random.setstate(self._python)
+            _take_numpy_half()
+            _set_numpy_words(self._numpy)
+        if self._numpy_half is not None:
+            state: dict[str, Any] = np.random.get_state(legacy=False)
+            np.random.set_state({**state, "has_gauss": 1, "gauss": self._numpy_half})
 
 
 # MT19937's state as NumPy lays it out: 624 words of 32 bits and the position among them.
@@ -135,3 +143,21 @@ def _numpy_address() -> int:
 
 def _numpy_words() -> bytes:
     return ctypes.string_at(_numpy_address(), _NUMPY_STATE_BYTES)
+
+
+def _set_numpy_words(words: bytes) -> None:
+    ctypes.memmove(_numpy_address(), words, len(words))
+
+
+def _take_numpy_half() -> float | None:
+    """Leave no half of a normal pair in NumPy's generator; return the one that was there.
+
+    A normal that moves no word of the state was the waiting half of a pair.
+    """
+    words = _numpy_words()
+    normal = float(np.random.standard_normal())
+    if _numpy_words() == words:
+        return normal
+    np.random.standard_normal()
+    _set_numpy_words(words)
+    return None

@@ -1,11 +1,14 @@
 """Time a step of ampctl against the loop by hand of ``tests/reference_loop.py``, in turn.
 
     python scripts/bench_step.py [--rounds 7] [--steps 600] [--json FILE]
+    python scripts/bench_step.py --startup [--rounds 7]
 
 A 64-128-10 MLP, batch 64, fused AdamW, clipping at 1.0, one thread; the loop by hand reads a
 ``DataLoader`` over a ``TensorDataset``. ampctl runs whole: progress, logging and metrics are on.
 ``item by item`` reads the same tensors through ``__getitem__``, ``batched`` is a TensorDataset,
 which ampctl reads with one gather a batch. A ratio below 1 means that ampctl is faster.
+``--startup`` compares the peak memory of a whole run, and what ``ampctl --help`` takes longer than
+``python -c pass``.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -30,12 +35,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
 from reference_loop import train as train_by_hand  # noqa: E402
-
-from ampctl.models import MLP  # noqa: E402
-from ampctl.recipe.load import parse_recipe  # noqa: E402
-from ampctl.schedules import Cosine  # noqa: E402
-from ampctl.track.metrics import read_metrics  # noqa: E402
-from ampctl.train import worker  # noqa: E402
 
 SAMPLES, BATCH, WARM_UP = 8192, 64, 50
 DTYPES = ("float32", "bfloat16", "float16")
@@ -76,6 +75,11 @@ checkpoint: {{every_steps: 1000000}}
 
 def by_ampctl(dtype: str, dataset: str, steps: int) -> float:
     """Return microseconds a step, read from the times in ``metrics.jsonl``."""
+    # Imported here, so that the process of the loop by hand holds nothing of ampctl.
+    from ampctl.recipe.load import parse_recipe
+    from ampctl.track.metrics import read_metrics
+    from ampctl.train import worker
+
     loaded = parse_recipe(
         RECIPE.format(dtype=dtype, dataset=dataset, steps=steps + WARM_UP), where="bench"
     )
@@ -93,7 +97,7 @@ def by_ampctl(dtype: str, dataset: str, steps: int) -> float:
 def by_hand(dtype: str, steps: int) -> float:
     """Return microseconds a step of the loop by hand."""
     torch.manual_seed(0)
-    model = MLP(64, [128], 10)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     loader = DataLoader(tensors(), batch_size=BATCH, shuffle=True)
     marks: list[float] = []
 
@@ -115,10 +119,59 @@ def by_hand(dtype: str, steps: int) -> float:
         torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
         dtype=getattr(torch, dtype),
         clip_norm=1.0,
-        factor=Cosine(total_steps=steps + WARM_UP),
+        factor=lambda update: 0.5 * (1 + math.cos(math.pi * update / (steps + WARM_UP))),
         log_every=10,
     )
     return (marks[1] - marks[0]) / steps * 1e6
+
+
+HAND = """
+import resource, sys
+sys.path[:0] = [{tests!r}, {scripts!r}]
+import torch
+torch.set_num_threads(1)
+import bench_step
+bench_step.by_hand("bfloat16", 300)
+"""
+AMPCTL = """
+import resource, sys
+sys.path[:0] = [{tests!r}, {scripts!r}]
+import torch
+torch.set_num_threads(1)
+import bench_step
+bench_step.by_ampctl("bfloat16", "tensors", 300)
+"""
+PEAK = "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+
+
+def peak_memory(program: str) -> float:
+    """Return the peak memory of a fresh process, in MiB."""
+    paths = {"tests": str(ROOT / "tests"), "scripts": str(ROOT / "scripts")}
+    command = [sys.executable, "-c", program.format(**paths) + PEAK]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def seconds(*command: str) -> float:
+    """Return how long a command takes, the shortest of three."""
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def startup(rounds: int) -> None:
+    """Print the comparison of start-up and memory."""
+    memory = [(peak_memory(HAND), peak_memory(AMPCTL)) for _ in range(rounds)]
+    hand, ours = (statistics.median(column) for column in zip(*memory, strict=True))
+    ratio = statistics.median(b / a for a, b in memory)
+    print(f"peak memory: by hand {hand:.0f} MiB, ampctl {ours:.0f} MiB, ratio {ratio:.3f}")
+    extra = statistics.median(
+        seconds(sys.executable, "-m", "ampctl", "--help") - seconds(sys.executable, "-c", "pass")
+        for _ in range(rounds)
+    )
+    print(f"ampctl --help: {extra:.2f} s more than python -c pass")
 
 
 def main() -> None:
@@ -127,7 +180,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--startup", action="store_true")
     options = parser.parse_args()
+    if options.startup:
+        startup(options.rounds)
+        return
     torch.set_num_threads(1)
     rows = []
     print(f"{'dtype':<10}{'data':<14}{'by hand us':>12}{'ampctl us':>12}{'ratio':>8}  min..max")

@@ -54,7 +54,10 @@ class LossScaler:
             if group[0].dtype is torch.bfloat16 and not self.enabled:
                 # The fused check has no bfloat16 kernel on CUDA. A largest absolute value is
                 # finite exactly if all values are, and cannot overflow.
-                largest = torch.stack(torch._foreach_norm(list(group), float("inf")))
+                filled = [gradient for gradient in group if gradient.numel()]
+                if not filled:
+                    continue
+                largest = torch.stack(torch._foreach_norm(filled, float("inf")))
                 self.found_inf.add_(largest.isfinite().all().logical_not()).clamp_(max=1.0)
             else:
                 torch._amp_foreach_non_finite_check_and_unscale_(
@@ -99,8 +102,8 @@ class LossScaler:
         self._scale.copy_(torch.where(overflow & (hysteresis > 0), before, self._scale))
         if config.max_scale is not None:
             # torch refuses to grow to inf before the ceiling is looked at, so grow again here.
-            ceiling = (before.double() * config.growth_factor).clamp_(max=config.max_scale)
-            self._scale.copy_(torch.where(grew, ceiling.float(), self._scale))
+            grown = (before.double() * config.growth_factor).clamp_(max=config.max_scale).float()
+            self._scale.copy_(torch.where(grew & grown.isfinite(), grown, self._scale))
         floored = self._scale.clamp(min=config.min_scale)
         self._scale.copy_(torch.where(overflow & (hysteresis == 0), floored, self._scale))
 
@@ -152,9 +155,12 @@ class LossScaler:
                 f"starting at {config.init_scale:g}"
             )
             return
+        saved_scale = self._scale.new_tensor(
+            float(state["scale"])
+        )  # in the precision it is kept in
         saved_init = state.get("init_scale", config.init_scale)
         if saved_init != config.init_scale or config.static:
-            if float(state["scale"]) != config.init_scale:
+            if self._scale.ne(saved_scale).item():
                 notify(
                     f"amp.init_scale wins over the scale in the checkpoint: "
                     f"{config.init_scale:g} instead of {state['scale']:g}"
@@ -163,9 +169,9 @@ class LossScaler:
         scale = max(float(state["scale"]), config.min_scale)
         if config.max_scale is not None:
             scale = min(scale, config.max_scale)
-        if scale != state["scale"]:
-            notify(f"the scale in the checkpoint, {state['scale']:g}, is brought to {scale:g}")
         self._scale.fill_(scale)
+        if self._scale.ne(saved_scale).item():
+            notify(f"the scale in the checkpoint, {state['scale']:g}, is brought to {scale:g}")
         self._growth_tracker.fill_(int(state["_growth_tracker"]) % config.growth_interval)
         hysteresis = int(state.get("hysteresis_tracker", config.hysteresis))
         self._hysteresis_tracker.fill_(min(hysteresis, config.hysteresis))

@@ -213,7 +213,7 @@ def retained(
     finite = [e for e in entries if e.finite]
     others = [e for e in entries if not e.finite]
     kept = {e.file for e in [*finite[-keep_last:], *others[-1:]]}
-    kept |= {e.file for e in ranked(finite, monitor, mode)[:keep_best]}
+    {e.file for e in ranked(finite, monitor, mode)[:keep_best]}
     return [e for e in entries if e.file in kept]
 
 

@@ -33,7 +33,6 @@ class Fetcher:
         self.dataset = dataset
         self.seed = seed
         self.draws = False
-        self._first = True
         self._tensors = dataset.tensors if type(dataset) is TensorDataset else None
         self._getitems = getattr(dataset, "__getitems__", None)
         self._collate = getattr(dataset, "collate_fn", None) or default_collate
@@ -45,25 +44,13 @@ class Fetcher:
         if self.draws:
             with rng.preserved():
                 return self._read_seeded(request)
-        if self._first:
-            # NumPy keeps half of a normal pair where the cheap probe does not look; the whole
-            # states are taken around the first batch, which mostly tells.
-            self._first = False
-            with rng.preserved():
-                batch, self.draws = self._read_probed(request)
-                return self._read_seeded(request) if self.draws else batch
-        batch, self.draws = self._read_probed(request)
-        if self.draws:
-            return self[request]
-        return batch
-
-    def _read_probed(self, request: Request) -> tuple[Any, bool]:
         probe = rng.DrawProbe()
-        batch = self._read(request)
-        drew = probe.drew()
-        if drew:
+        try:
+            batch = self._read(request)
+            self.draws = probe.drew()
+        finally:
             probe.rewind()
-        return batch, drew
+        return self[request] if self.draws else batch
 
     def _read(self, request: Request) -> Any:
         indices = request.indices.tolist()

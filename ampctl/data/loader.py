@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import torch
@@ -152,8 +153,12 @@ class _Reader:
                 batch = next(iterator)
             except StopIteration:
                 return
-            except RuntimeError as error:
-                raise _explain(error, iterator, self._requests.sent, received) from error
+            # A worker that dies while a batch is on its way breaks the connection instead.
+            except (RuntimeError, EOFError, OSError) as error:
+                fault = _explain(error, iterator, self._requests.sent, received)
+                if fault is error:
+                    raise
+                raise fault from error
             received += 1
             yield batch
 
@@ -187,10 +192,11 @@ def start_worker(_: int) -> None:
     torch.set_num_threads(1)
 
 
-def _explain(
-    error: RuntimeError, iterator: Any, sent: Sequence[Request], received: int
-) -> Exception:
+def _explain(error: Exception, iterator: Any, sent: Sequence[Request], received: int) -> Exception:
     """Name the signal that ended a worker and the samples it may have been reading."""
+    if isinstance(error, EOFError | ConnectionError):
+        # The connection ends a moment before the process does.
+        wait([worker.sentinel for worker in iterator._workers], timeout=1.0)
     dead = [
         (number, worker.exitcode)
         for number, worker in enumerate(iterator._workers)

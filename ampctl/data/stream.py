@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,17 +92,12 @@ class StreamData:
         if not self._num_workers:
             return iter(self._dataset)
         seed = rng.mix(self._seed, _STREAM, epoch)
-
-        def start(worker: int) -> None:
-            start_worker(worker)
-            rng.seed_host(rng.mix(seed, worker))
-
         loader = DataLoader(
             self._dataset,
             batch_size=None,
             num_workers=self._num_workers,
             collate_fn=identity,
-            worker_init_fn=start,
+            worker_init_fn=partial(_start_worker, seed),
             generator=torch.Generator().manual_seed(seed),
         )
         return iter(loader)
@@ -124,3 +120,8 @@ class StreamData:
 
     def close(self) -> None:
         """Workers end with their epoch's iterator."""
+
+
+def _start_worker(seed: int, worker: int) -> None:
+    start_worker(worker)
+    rng.seed_host(rng.mix(seed, worker))

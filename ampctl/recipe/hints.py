@@ -66,7 +66,7 @@ def allowed(hint: Any, limits: Mapping[str, Any]) -> str:
             told.append(("a whole number" if member is int else "a number") + bounds)
         elif origin is Literal:
             told.extend(get_args(member))
-        elif is_block(member):
+        elif is_block(hint) and origin is abc.Mapping:
             told.append(f"a block with a {TARGET}")
         elif is_dataclass(member):
             told.append(f"a mapping of {', '.join(entry.name for entry in fields(member))}")

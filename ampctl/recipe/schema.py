@@ -1,4 +1,4 @@
-"""The recipe as data: every key, its type, its limits and its default. Nothing is read or built here."""
+"""The recipe as data: every key, its type, its limits and its default."""
 
 from __future__ import annotations
 

@@ -69,11 +69,28 @@ def locate(path: str) -> Any:
             continue
         module = _import(done) if isinstance(found, types.ModuleType) else None
         if module is None:
-            close = nearest(part, dir(found), cutoff=0.6)
+            names = [
+                n for n in dir(found) if not isinstance(getattr(found, n, None), types.ModuleType)
+            ]
+            close = nearest(part, names, cutoff=0.6) or nearest(part, dir(found), cutoff=0.6)
             advice = f"did you mean {owner}.{close}?" if close else ""
             raise TargetError(f"{owner} has no attribute {part!r}", advice)
         found = module
     return found
+
+
+def problems_of(
+    block: Block,
+    *,
+    key: str,
+    origins: Mapping[str, str],
+    provide: Mapping[str, Any] | None = None,
+    args: Sequence[Any] = (),
+) -> list[Problem]:
+    """Return what :func:`build` would find wrong before it calls anything."""
+    context = _Context(origins, provide or {}, [])
+    _plan(block, key, context, args)
+    return context.problems
 
 
 def build(

@@ -26,8 +26,10 @@ class RunLog:
         every_steps: int,
         total_steps: int | None,
         device: torch.device,
+        scaling: bool,
     ) -> None:
         self.console = console
+        self._scaling = scaling
         self._metrics = metrics
         self._every = every_steps
         self._total = total_steps
@@ -97,7 +99,8 @@ class RunLog:
             "memory_mb": _memory_mb(self._device),
         }
         self._metrics.write("train", **fields)
-        self.console.train(fields)
+        # A scale that is always 1 says nothing to a person.
+        self.console.train(fields if self._scaling else fields | {"scale": None})
 
     def evaluation(
         self, progress: Progress, epoch: int, metrics: Mapping[str, float], *, best: bool

@@ -12,6 +12,7 @@ from ampctl import plain
 from ampctl.build import Job
 from ampctl.checkpoint.file import FORMAT, VERSION
 from ampctl.checkpoint.store import Store
+from ampctl.data.loader import WorkerError
 from ampctl.distributed.env import StopSignals
 from ampctl.doctor.nonfinite import Diagnosis, examine
 from ampctl.errors import NumericsError, RecipeError
@@ -57,7 +58,12 @@ def fit(run: Run) -> str:
     if _evaluation_was_cut_off(run):
         _boundary(run, epoch_ended=progress.batch_in_epoch == 0)
     while (reason := finished(run.job)) is None:
-        _epoch(run)
+        try:
+            _epoch(run)
+        except WorkerError:
+            # It dies between two steps, by a signal meant for the whole job perhaps.
+            _boundary(run, epoch_ended=False, stopping=True)
+            raise
     if run.saved_step != progress.step:
         _save(run)
     run.store.wait()
@@ -114,8 +120,11 @@ def _due(run: Run) -> bool:
     )
 
 
-def _boundary(run: Run, *, epoch_ended: bool) -> None:
-    """Do what is due after a step: learn its fate, evaluate, save, and heed a signal."""
+def _boundary(run: Run, *, epoch_ended: bool, stopping: bool = False) -> None:
+    """Do what is due after a step: learn its fate, evaluate, save, and heed a signal.
+
+    ``stopping``: an error ends the run here; save, whatever is due.
+    """
     report = settle(run.job.state)
     if report is not None:
         _take(run, report)
@@ -123,10 +132,10 @@ def _boundary(run: Run, *, epoch_ended: bool) -> None:
     recipe, step = run.job.recipe, run.progress.step
     every = recipe.train.eval_every_steps
     wants_evaluation = over or (epoch_ended if every is None else step % every == 0)
-    if run.signals.received is None and wants_evaluation:
+    if run.signals.received is None and wants_evaluation and not stopping:
         _evaluate(run)
         over = finished(run.job) is not None
-    if run.signals.received or over or _save_is_due(run, epoch_ended):
+    if run.signals.received or stopping or over or _save_is_due(run, epoch_ended):
         _save(run)
     run.log.restart_clock(run.progress)
     if run.signals.received:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ampctl.errors import (
     NumericsError,
     PreemptedError,
 )
+from ampctl.preflight import without_effect
 from ampctl.recipe import trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe
 from ampctl.recipe.target import import_from_current_folder
@@ -52,13 +53,11 @@ def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bo
     """
     import_from_current_folder()
     where = run_dir or folder.new_run_dir(loaded.recipe.name)
-    notes: list[str] = []
-    origin = None
-    if resume:
-        origin = _newest(where, notes)
-    else:
+    if not resume:
         folder.refuse_to_overwrite(where)
+    notes: list[str] = []
     with lock.hold(where):
+        origin = _newest(where, notes) if resume else None
         trust.record(loaded)
         _run(loaded, where, origin, notes, quiet=quiet)
 
@@ -78,24 +77,26 @@ def resume(
     """
     import_from_current_folder()
     notes: list[str] = []
-    found = load(source, notify=notes.append)
-    text = found.payload["recipe"]
-    saved = parse_recipe(text, where=f"recipe of {found.path.name}")
-    for line in trust.require_trusted(saved, trust=trusted):
-        notes.append(f"trusted: {line}")
-    loaded = parse_recipe(text, where=f"recipe of {found.path.name}", overrides=overrides)
-    where = run_dir or found.run_dir or folder.new_run_dir(loaded.recipe.name)
-    if run_dir is not None and run_dir != found.run_dir:
-        folder.refuse_to_overwrite(run_dir)
-    with lock.hold(where):
+    with ExitStack() as held:
+        if run_dir is None and folder.holds_run(source):
+            # Before it is read: the run that holds it may be about to save a newer checkpoint.
+            held.enter_context(lock.hold(source))
+        found = load(source, notify=notes.append)
+        text, name = found.payload["recipe"], f"recipe of {found.path.name}"
+        saved = parse_recipe(text, where=name)
+        notes += [f"trusted: {line}" for line in trust.require_trusted(saved, trust=trusted)]
+        loaded = parse_recipe(text, where=name, overrides=overrides)
+        where = run_dir or found.run_dir or folder.new_run_dir(loaded.recipe.name)
+        if run_dir is not None and run_dir != found.run_dir:
+            folder.refuse_to_overwrite(run_dir)
+        if run_dir is not None or not folder.holds_run(source):
+            held.enter_context(lock.hold(where))
         trust.record(loaded)
         _run(loaded, where, Origin(found, saved), notes, quiet=quiet)
 
 
 def _newest(run_dir: Path, notes: list[str]) -> Origin | None:
     """Return where a requeued run goes on, or None if it has saved nothing yet."""
-    if not run_dir.is_dir():
-        return None
     try:
         found = load(run_dir, notify=notes.append)
     except NoCheckpointError:
@@ -111,6 +112,8 @@ def _run(
         for note in notes:
             console.warn(note)
         job = build_job(loaded)
+        for note in without_effect(loaded.recipe, dtype=job.state.precision.name):
+            console.note(note)
         if origin is not None:
             _restore(job, origin, console.note)
             reason = finished(job)
@@ -140,6 +143,7 @@ def _fit(
         every_steps=job.recipe.log.every_steps,
         total_steps=job.total_steps,
         device=job.state.device,
+        scaling=job.state.scaler.enabled,
     )
     store = Store(
         run_dir,

@@ -1,0 +1,109 @@
+"""What can be said of a recipe before anything is built: what is refused, and what is ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from ampctl.errors import Problem, RecipeError
+from ampctl.recipe.load import LoadedRecipe
+from ampctl.recipe.schema import Recipe
+from ampctl.recipe.target import problems_of
+
+_SCALING = (
+    "init_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "min_scale",
+    "max_scale",
+    "hysteresis",
+    "static",
+)
+
+
+def refuse_unsupported(loaded: LoadedRecipe) -> None:
+    """Raise RecipeError for keys of the schema that this version cannot honour yet."""
+    recipe = loaded.recipe
+    asked = {
+        "amp.modules": bool(recipe.amp.modules),
+        "data.micro_batch_size": recipe.data.micro_batch_size == "auto",
+        "distributed.strategy": recipe.distributed.strategy != "ddp",
+        "log.trackers": bool(recipe.log.trackers),
+    }
+    advice = {
+        "amp.modules": "leave it empty",
+        "data.micro_batch_size": "give a number, or null",
+        "distributed.strategy": "use ddp",
+        "log.trackers": "leave it empty; metrics.jsonl holds every figure",
+    }
+    problems = [
+        Problem(
+            _place(loaded, key), key, f"not supported yet: {_value(recipe, key)!r}", advice[key]
+        )
+        for key, is_asked in asked.items()
+        if is_asked
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def refuse_unknown_targets(loaded: LoadedRecipe) -> None:
+    """Raise RecipeError with every target that is not there and every argument that is wrong."""
+    recipe = loaded.recipe
+    optimizer = {name: value for name, value in recipe.optimizer.items() if name != "groups"}
+    soon = object()  # stands for what is built later
+    asked: list[tuple[str, Mapping[str, Any] | None, dict[str, Any], list[Any]]] = [
+        ("model", recipe.model, {}, []),
+        ("task", recipe.task, {}, []),
+        ("data.train", recipe.data.train, {}, []),
+        ("data.eval", recipe.data.eval, {}, []),
+        ("optimizer", optimizer, {}, [soon]),
+        ("scheduler", recipe.scheduler, {"optimizer": soon, "total_steps": soon}, []),
+    ]
+    problems = [
+        problem
+        for key, block, provide, args in asked
+        if block is not None
+        for problem in problems_of(
+            block, key=key, origins=loaded.origins, provide=provide, args=args
+        )
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def without_effect(recipe: Recipe, *, dtype: str) -> list[str]:
+    """Say which settings other than the defaults have no effect in a run in ``dtype``."""
+    ignored = {"with one process": _changed("distributed", recipe.distributed)}
+    if dtype != "float16":
+        reason = f"in {dtype}, which needs no loss scale"
+        ignored[reason] = _changed("amp", recipe.amp, _SCALING)
+    if recipe.data.eval is None:
+        ignored["without data.eval"] = [
+            *_changed("data", recipe.data, ("eval_batch_size",)),
+            *_changed("train", recipe.train, ("eval_every_steps",)),
+            *_changed("checkpoint", recipe.checkpoint, ("keep_best", "monitor", "mode")),
+        ]
+    return [f"no effect {reason}: {', '.join(keys)}" for reason, keys in ignored.items() if keys]
+
+
+def _changed(section: str, config: Any, names: Sequence[str] | None = None) -> list[str]:
+    return [
+        f"{section}.{entry.name}"
+        for entry in fields(config)
+        if (names is None or entry.name in names) and getattr(config, entry.name) != entry.default
+    ]
+
+
+def _place(loaded: LoadedRecipe, key: str) -> str:
+    inside = (place for leaf, place in loaded.origins.items() if leaf.startswith(f"{key}."))
+    return loaded.origins.get(key) or next(inside, "")
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
