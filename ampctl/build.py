@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from ampctl import optim, rng
+from ampctl.amp.modules import set_module_dtypes
 from ampctl.amp.precision import Precision, choose_precision
 from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
@@ -100,9 +101,13 @@ def build_state(
     recipe = loaded.recipe
     bare = build_model(loaded, device)
     bare.train()
+    modules = set_module_dtypes(
+        bare, recipe.amp.modules, device_type=device.type, origins=loaded.origins
+    )
+    scaling = precision.needs_scaling or "float16" in modules.values()
     optimizer = _build_optimizer(loaded, bare, device)
     optim.make_skippable(optimizer)
-    optim.check_optimizer(optimizer, dtype=precision.name, model=bare)
+    optim.check_optimizer(optimizer, dtype="float16" if scaling else precision.name, model=bare)
     by_design = frozenset(nonfinite(bare.state_dict()))
     compile_options = recipe.train.compile
     model: Any = bare
@@ -115,7 +120,7 @@ def build_state(
         task=as_task(_build(loaded, "task", recipe.task)),
         optimizer=optimizer,
         learning_rate=_build_learning_rate(loaded, optimizer, total_steps),
-        scaler=LossScaler(recipe.amp, enabled=precision.needs_scaling, device=device),
+        scaler=LossScaler(recipe.amp, enabled=scaling, device=device),
         precision=precision,
         amp=recipe.amp,
         device=device,
@@ -125,6 +130,7 @@ def build_state(
         closure=optim.needs_closure(optimizer),
         channels_last=recipe.train.channels_last,
         nonfinite_by_design=by_design,
+        module_dtypes=modules,
     )
 
 

@@ -27,13 +27,11 @@ def refuse_unsupported(loaded: LoadedRecipe) -> None:
     """Raise RecipeError for keys of the schema that this version cannot honour yet."""
     recipe = loaded.recipe
     asked = {
-        "amp.modules": bool(recipe.amp.modules),
         "data.micro_batch_size": recipe.data.micro_batch_size == "auto",
         "distributed.strategy": recipe.distributed.strategy != "ddp",
         "log.trackers": bool(recipe.log.trackers),
     }
     advice = {
-        "amp.modules": "leave it empty",
         "data.micro_batch_size": "give a number, or null",
         "distributed.strategy": "use ddp",
         "log.trackers": "leave it empty; metrics.jsonl holds every figure",
@@ -74,10 +72,10 @@ def refuse_unknown_targets(loaded: LoadedRecipe) -> None:
         raise RecipeError(problems)
 
 
-def without_effect(recipe: Recipe, *, dtype: str) -> list[str]:
+def without_effect(recipe: Recipe, *, dtype: str, scaling: bool) -> list[str]:
     """Say which settings other than the defaults have no effect in a run in ``dtype``."""
     ignored = {"with one process": _changed("distributed", recipe.distributed)}
-    if dtype != "float16":
+    if not scaling:
         reason = f"in {dtype}, which needs no loss scale"
         ignored[reason] = _changed("amp", recipe.amp, _SCALING)
     if recipe.data.eval is None:

@@ -109,6 +109,7 @@ class TrainState:
     closure: bool = False
     channels_last: bool = False
     nonfinite_by_design: frozenset[str] = frozenset()
+    module_dtypes: Mapping[str, str] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     pending: Pending | None = None
     scale_on_host: float = 1.0

@@ -156,6 +156,10 @@ class Store:
         )
         try:
             present = [e for e in self._entries if (self._folder / e.file).exists()]
+            if all(e.file != entry.file for e in present):
+                # A kill between index and unlink leaves a file that no row tells of: under the row
+                # of the new file it would pass for damaged.
+                path.unlink(missing_ok=True)
             write_index(self._folder, [*present, entry])
             disk.publish(disk.temporary(path), path)
             self._entries = [*(e for e in present if e.file != entry.file), entry]
@@ -213,7 +217,7 @@ def retained(
     finite = [e for e in entries if e.finite]
     others = [e for e in entries if not e.finite]
     kept = {e.file for e in [*finite[-keep_last:], *others[-1:]]}
-    {e.file for e in ranked(finite, monitor, mode)[:keep_best]}
+    kept |= {e.file for e in ranked(finite, monitor, mode)[:keep_best]}
     return [e for e in entries if e.file in kept]
 
 

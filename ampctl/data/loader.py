@@ -6,6 +6,7 @@ iterable datasets are ``stream``'s.
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from multiprocessing.connection import wait
@@ -146,7 +147,7 @@ class _Reader:
                 yield self._fetcher[request]
             return
         self._requests.start(requests)
-        iterator = iter(self._loader)
+        iterator = start_workers(self._loader)
         received = 0
         while True:
             try:
@@ -164,7 +165,7 @@ class _Reader:
 
     def close(self) -> None:
         if self._loader is not None and self._loader._iterator is not None:
-            self._loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+            end_workers(self._loader._iterator)
             self._loader._iterator = None
 
 
@@ -187,9 +188,34 @@ class _Requests:
 
 def start_worker(_: int) -> None:
     """Prepare a worker process."""
-    # Ctrl-C reaches the whole process group; the training process decides when workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole process group, and a scheduler may signal every process of a job; the
+    # training process decides when workers end. (SIG_IGN would go on to programs that they start.)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
     torch.set_num_threads(1)
+
+
+def start_workers(loader: DataLoader[Any]) -> Any:
+    """Return an iterator over a loader with workers; that one of them died, ``next`` tells.
+
+    torch's handler of SIGCHLD would raise in the midst of whatever the training process does.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return iter(loader)
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        return iter(loader)
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
+
+
+def end_workers(iterator: Any) -> None:
+    """End the workers of a loader's iterator, those too that hang in a sample."""
+    iterator._shutdown_workers()
+    for worker in iterator._workers:
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
 
 
 def _explain(error: Exception, iterator: Any, sent: Sequence[Request], received: int) -> Exception:

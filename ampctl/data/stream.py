@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ampctl import rng
 from ampctl.data.fetch import identity
-from ampctl.data.loader import Window, start_worker
+from ampctl.data.loader import Window, end_workers, start_worker, start_workers
 
 _STREAM = 3
 
@@ -51,6 +51,7 @@ class StreamData:
         )
         self._generators: dict[str, Any] | None = None
         self._restored = False
+        self._workers: Any = None
 
     def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
         """Yield each step's micro-batches and its samples, from ``first_step`` of the epoch on."""
@@ -100,7 +101,8 @@ class StreamData:
             worker_init_fn=partial(_start_worker, seed),
             generator=torch.Generator().manual_seed(seed),
         )
-        return iter(loader)
+        self._workers = start_workers(loader)
+        return self._workers
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dataset's own state and its generators', if they can be taken here."""
@@ -119,7 +121,10 @@ class StreamData:
             self._restored = True
 
     def close(self) -> None:
-        """Workers end with their epoch's iterator."""
+        """End worker processes."""
+        if self._workers is not None:
+            end_workers(self._workers)
+            self._workers = None
 
 
 def _start_worker(seed: int, worker: int) -> None:

@@ -112,7 +112,7 @@ def _run(
         for note in notes:
             console.warn(note)
         job = build_job(loaded)
-        for note in without_effect(loaded.recipe, dtype=job.state.precision.name):
+        for note in _without_effect(job):
             console.note(note)
         if origin is not None:
             _restore(job, origin, console.note)
@@ -210,6 +210,11 @@ def _restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
         )
 
 
+def _without_effect(job: Job) -> list[str]:
+    state = job.state
+    return without_effect(job.recipe, dtype=state.precision.name, scaling=state.scaler.enabled)
+
+
 def _tell_start(run: Run, origin: Origin | None) -> None:
     job, state, progress = run.job, run.job.state, run.progress
     fields: dict[str, Any] = {
@@ -241,6 +246,9 @@ def _start_lines(run: Run, origin: Origin | None) -> list[str]:
         f"on {state.device} in {state.precision.name} ({state.precision.reason})",
         f"run folder: {run.run_dir}",
     ]
+    if state.module_dtypes:
+        names = ", ".join(f"{name} in {dtype}" for name, dtype in state.module_dtypes.items())
+        lines.insert(2, f"{len(state.module_dtypes)} modules apart: {names}")
     if len(state.optimizer.param_groups) > 1:
         from ampctl.optim import describe_groups
 
