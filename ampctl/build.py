@@ -229,7 +229,7 @@ def _build_optimizer(
         globs,
         weight_decay=block.get("weight_decay", default),
         allowed=options,
-        where=loaded.origins.get("optimizer.groups", ""),
+        where=loaded.place("optimizer.groups"),
     )
     dense = not any(getattr(module, "sparse", False) is True for module in model.modules())
     plain = not dense or bool(block.get("dampening"))  # see optim.make_skippable
@@ -281,10 +281,5 @@ def _build(loaded: LoadedRecipe, key: str, block: Mapping[str, Any]) -> Any:
     return build(block, key=key, origins=loaded.origins)
 
 
-def _problem(loaded: LoadedRecipe, key: str, message: str, advice: str = "") -> Problem:
-    where = loaded.origins.get(key) or loaded.origins.get(f"{key}.{TARGET}", "")
-    return Problem(where, key, message, advice)
-
-
 def _error(loaded: LoadedRecipe, key: str, message: str, advice: str = "") -> RecipeError:
-    return RecipeError([_problem(loaded, key, message, advice)])
+    return RecipeError([Problem(loaded.place(key), key, message, advice)])

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ampctl.errors import Problem, RecipeError, UsageError
+from ampctl.recipe.layers import child
 
 Group = dict[str, Any]
 
@@ -59,7 +60,7 @@ def parameter_groups(
     if globs is None:
         return [{"params": [(entry.names[0], entry.parameter) for entry in owned]}]
     problems = [
-        Problem(where, f"{key}.{glob}", *why)
+        Problem(where, child(key, glob), *why)
         for glob, options in globs.items()
         for why in _wrong_options(options, allowed)
     ]
@@ -67,7 +68,7 @@ def parameter_groups(
     for entry in owned:
         places[next((glob for glob in globs if entry.matches(glob)), None)].append(entry)
     problems += [
-        Problem(where, f"{key}.{glob}", *_why_empty(glob, globs, owned, model))
+        Problem(where, child(key, glob), *_why_empty(glob, globs, owned, model))
         for glob in globs
         if not places[glob]
     ]

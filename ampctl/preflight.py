@@ -37,9 +37,7 @@ def refuse_unsupported(loaded: LoadedRecipe) -> None:
         "log.trackers": "leave it empty; metrics.jsonl holds every figure",
     }
     problems = [
-        Problem(
-            _place(loaded, key), key, f"not supported yet: {_value(recipe, key)!r}", advice[key]
-        )
+        Problem(loaded.place(key), key, f"not supported yet: {_value(recipe, key)!r}", advice[key])
         for key, is_asked in asked.items()
         if is_asked
     ]
@@ -93,11 +91,6 @@ def _changed(section: str, config: Any, names: Sequence[str] | None = None) -> l
         for entry in fields(config)
         if (names is None or entry.name in names) and getattr(config, entry.name) != entry.default
     ]
-
-
-def _place(loaded: LoadedRecipe, key: str) -> str:
-    inside = (place for leaf, place in loaded.origins.items() if leaf.startswith(f"{key}."))
-    return loaded.origins.get(key) or next(inside, "")
 
 
 def _value(recipe: Recipe, key: str) -> Any:

@@ -164,7 +164,6 @@ def test_ck2_a_kill_at_any_moment_leaves_the_newest_file_that_was_reported(tmp_p
     processes = multiprocessing.get_context("fork")  # a fresh interpreter would import torch first
     moment = random.Random(0)
     first, serial = 10, 0
-    overwrote = False
     for turn in range(KILLS):
         receiver, sender = processes.Pipe(duplex=False)
         saver = processes.Process(
@@ -189,59 +188,70 @@ def test_ck2_a_kill_at_any_moment_leaves_the_newest_file_that_was_reported(tmp_p
         for link in ("latest.pt", "best.pt"):
             load(tmp_path / "checkpoints" / link, notify=silent)
         first, serial = max(progress["step"] - 2, 1), progress["serial"] + 100
-        overwrote = overwrote or (tmp_path / f"checkpoints/step-{first:08d}.pt").exists()
     store(tmp_path)
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing that comes after it runs, as far as the disk can tell."""
+    """Stands for a kill: nothing that comes after it changes the disk."""
 
 
+DISK_CALLS = [
+    (os, "replace"),
+    (os, "fsync"),
+    (os, "symlink"),
+    (os, "unlink"),
+    (Path, "unlink"),
+    (Path, "open"),
+]
+
+
+def kill_after(calls: int, patched: pytest.MonkeyPatch) -> None:
+    """Let so many calls that change the disk pass, and none after them."""
+    left = itertools.count(calls, -1)
+
+    def counted(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(left) <= 0:
+                raise Killed
+            return original(*args, **kwargs)
+
+        return call
+
+    for owner, name in DISK_CALLS:
+        patched.setattr(owner, name, counted(getattr(owner, name)))
+
+
+@pytest.mark.parametrize("name_held", ["an older save", "an orphan of retention", "nothing"])
 @pytest.mark.parametrize("keep_last", [1, 2])
-def test_ck2_a_kill_before_any_call_that_changes_the_disk(tmp_path, monkeypatch, keep_last):
-    """Every such call of a save that overwrites a name, after going back in a run, is tried."""
-    done = False
+def test_ck2_a_kill_before_any_call_that_changes_the_disk(
+    tmp_path, monkeypatch, keep_last, name_held
+):
+    """One save, tried with a kill at each of its calls; its name may be taken already."""
+    step = 200 if name_held == "an older save" else 300
     for calls in itertools.count():
-        if done:
-            break
         run_dir = tmp_path / str(calls)
-        run_of(run_dir, [100, 200], keep_last=keep_last)
+        folder = run_of(run_dir, [100, 200], keep_last=keep_last)
+        if name_held == "an orphan of retention":
+            (folder / "step-00000300.pt").write_bytes((folder / "step-00000200.pt").read_bytes())
         saver = store(run_dir, keep_last=keep_last, mode="max", monitor="x")
-        left = calls
-
-        def count(original):
-            def call(*args, **kwargs):
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    raise Killed
-                return original(*args, **kwargs)
-
-            return call
-
         with monkeypatch.context() as patched:
-            for module, name in [
-                (os, "replace"),
-                (os, "fsync"),
-                (os, "symlink"),
-                (os, "unlink"),
-                (Path, "unlink"),
-                (Path, "open"),
-            ]:
-                patched.setattr(module, name, count(getattr(module, name)))
+            kill_after(calls, patched)
             try:
-                saver.save(payload(200, serial=1), step=200, metrics={"x": 1.0})
-                done = True
+                saver.save(payload(step, serial=1), step=step, metrics={"x": 1.0})
+                killed = False
             except Killed:
-                pass
+                killed = True
         loaded = load(run_dir, notify=silent)
-        assert loaded.payload["progress"]["step"] == 200
-        assert loaded.payload["progress"]["serial"] == (
-            1 if done else loaded.payload["progress"]["serial"]
-        )
+        progress = loaded.payload["progress"]
+        is_new = progress["serial"] == 1
+        assert progress["step"] == (step if is_new else 200)
+        assert is_new or killed
         # The index tells of the content that is there, not of the one that was to come.
-        assert ("x" in loaded.entry.metrics) == (loaded.payload["progress"]["serial"] == 1)
+        assert loaded.entry is not None
+        assert ("x" in loaded.entry.metrics) == is_new
+        if not killed:
+            break
     assert calls > 10
 
 

@@ -149,7 +149,7 @@ def test_globs_without_effect_are_all_named_with_what_to_do():
         parameter_groups(model, globs, weight_decay=0.1, where="recipe.yaml:7")
     typo, narrow, frozen = raised.value.problems
     assert typo.where == "recipe.yaml:7"
-    assert typo.key == "optimizer.groups.liner.wieght"
+    assert typo.key == "optimizer.groups[liner.wieght]"
     assert "no parameter of Net matches" in typo.message
     assert "linear.weight" in typo.advice
     assert "'*.bias'" in narrow.message

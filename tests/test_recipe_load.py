@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +210,13 @@ def test_yc3_merge_keys_stay_legal_and_own_keys_win() -> None:
         ("Optimzer: {}", "Optimzer", "optimizer"),
         ("batch_size: 3", "batch_size", "data.batch_size"),
         (
+            "distributed: {timeout_minute: 3}",
+            "distributed.timeout_minute",
+            "distributed.timeout_minutes",
+        ),
+        ("checkpoint: {num_steps: 3}", "checkpoint.num_steps", "train.max_steps"),
+        ("distributed: {keep_last: 3}", "distributed.keep_last", "checkpoint.keep_last"),
+        (
             "distributed: {find_unused_paramters: true}",
             "distributed.find_unused_paramters",
             "distributed.find_unused_parameters",
@@ -285,6 +291,15 @@ def test_a_key_that_is_wrong_by_itself_gives_one_problem() -> None:
     assert only(VALID, "amp.min_scale=x", "amp.init_scale=0.5")[1] == "amp.min_scale"
 
 
+def test_a_key_of_another_section_goes_before_one_that_is_only_alike() -> None:
+    assert "did you mean train.max_steps?" in only(VALID, "amp.max_steps=3")[2]
+
+
+def test_allowed_values_are_named_by_the_type_of_the_key() -> None:
+    assert "allowed: true or false or a mapping" in only(VALID, "train.compile=3")[2]
+    assert "allowed: a block with a _target_ or null" in only(VALID, "scheduler=3")[2]
+
+
 def test_thousands_of_unknown_keys_are_told_in_short_and_at_once() -> None:
     text = VALID + "".join(f"key_{i}: 1\n" for i in range(3_000))
     told = problems(text)
@@ -357,16 +372,16 @@ def test_a_byte_order_mark_and_windows_lines_are_read(folder: Path) -> None:
     assert load_recipe("r.yaml").recipe == load(VALID).recipe
 
 
-def test_an_alias_bomb_is_refused_in_words_and_quickly() -> None:
+def test_an_alias_bomb_is_refused_in_words() -> None:
+    # Expanded, each would take years or all memory.
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
     merges = ["a0: &a0 {x: 1}"]
     merges += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 12)]
     long = ["a: &a " + "x" * 100_000] + [f"b{i}: *a" for i in range(10_000)]
-    start = time.process_time()
-    for bomb in (lines, merges, long):
+    empty = [line.replace("x", "[]") for line in lines]
+    for bomb in (lines, merges, long, empty):
         assert "alias" in only("\n".join(bomb))[2]
-    assert time.process_time() - start < 60  # expanded, it would take years
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "a: " + "{b: " * 60, "&a [*a]", "a: &a {b: *a}"])
@@ -717,7 +732,7 @@ def mutated(draw: st.DrawFn) -> str:
     return text
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(text=mutated())
 def test_any_mutation_of_a_recipe_is_loaded_or_told_in_words(text: str) -> None:
     loads_or_tells(text)
@@ -741,7 +756,7 @@ def loads_or_tells(text: str) -> None:
     assert all(problem.message for problem in told)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(text=mutated(), override=st.text(max_size=12) | mutated())
 def test_any_mutation_of_a_file_and_an_override_is_loaded_or_told_in_words(
     tmp_path_factory: pytest.TempPathFactory, text: str, override: str

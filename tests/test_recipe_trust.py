@@ -72,10 +72,7 @@ def is_trusted(**blocks: str) -> bool:
         ("task", "{_target_: ampctl.tasks.LanguageModel}"),
         ("train", "{_target_: ampctl.data.PythonSource}"),
         ("eval", CIFAR),
-        (
-            "eval",
-            "{_target_: torch.utils.data.ConcatDataset, datasets: [{_target_: ampctl.data.Digits}]}",
-        ),
+        ("eval", "{_target_: torch.utils.data.ConcatDataset, a: [{_target_: ampctl.data.Digits}]}"),
         ("optimizer", "{_target_: torch.optim.SGD}"),
         ("optimizer", "{_target_: timm.optim.Lamb}"),
         ("scheduler", "{_target_: ampctl.schedules.Cosine}"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ampctl.amp.precision import DTYPES
 from ampctl.errors import Problem, RecipeError
+from ampctl.recipe.layers import child
 
 KEY = "amp.modules"
 FEW = 5
@@ -42,7 +43,7 @@ def set_module_dtypes(
         chosen[name] = globs[glob]
         _set_dtype(module, DTYPES[globs[glob]], device_type)
     problems = [
-        Problem((origins or {}).get(f"{KEY}.{glob}", ""), f"{KEY}.{glob}", *_why(glob, model))
+        Problem((origins or {}).get(child(KEY, glob), ""), child(KEY, glob), *_why(glob, model))
         for glob in globs
         if glob not in used
     ]

@@ -221,8 +221,12 @@ def end_workers(iterator: Any) -> None:
 def _explain(error: Exception, iterator: Any, sent: Sequence[Request], received: int) -> Exception:
     """Name the signal that ended a worker and the samples it may have been reading."""
     if isinstance(error, EOFError | ConnectionError):
-        # The connection ends a moment before the process does.
-        wait([worker.sentinel for worker in iterator._workers], timeout=1.0)
+        # The connection ends a moment before the process does, and the sentinel before its code
+        # can be asked for.
+        ended = wait([worker.sentinel for worker in iterator._workers], timeout=5.0)
+        for worker in iterator._workers:
+            if worker.sentinel in ended:
+                worker.join()
     dead = [
         (number, worker.exitcode)
         for number, worker in enumerate(iterator._workers)

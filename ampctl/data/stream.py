@@ -101,8 +101,9 @@ class StreamData:
             worker_init_fn=partial(_start_worker, seed),
             generator=torch.Generator().manual_seed(seed),
         )
-        self._workers = start_workers(loader)
-        return self._workers
+        workers: Iterator[Any] = start_workers(loader)
+        self._workers = workers
+        return workers
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dataset's own state and its generators', if they can be taken here."""

@@ -52,6 +52,10 @@ class LoadedRecipe:
     origins: Mapping[str, str]
     explicit: frozenset[str]
 
+    def place(self, key: str) -> str:
+        """Return where a key stands; of a mapping or a list, where its first leaf does."""
+        return place(self.origins, key)
+
 
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Load a recipe file, or a built-in recipe by its name, with ``KEY=VALUE`` overrides.
@@ -79,6 +83,13 @@ def parse_recipe(text: str, *, where: str, overrides: Sequence[str] = ()) -> Loa
     for override in overrides:
         _refuse_interpolation(override, problems)
     return _finish(apply_overrides(tree, overrides, problems), where, problems)
+
+
+def place(origins: Mapping[str, str], key: str) -> str:
+    """Return where a key stands; of a mapping or a list, where its first leaf does."""
+    inside = (f"{key}.", f"{key}[")
+    below = (origin for leaf, origin in origins.items() if leaf.startswith(inside))
+    return origins.get(key) or next(below, "")
 
 
 def to_plain(value: Any) -> Any:

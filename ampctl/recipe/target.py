@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from ampctl.errors import AmpctlError, Problem, RecipeError, UsageError
 from ampctl.recipe.layers import child
-from ampctl.recipe.load import to_plain
+from ampctl.recipe.load import place, to_plain
 from ampctl.recipe.scalar import boolean, number
 from ampctl.recipe.schema import TARGET, Block, Recipe
 from ampctl.recipe.suggest import nearest
@@ -143,10 +143,7 @@ class _Context:
         self.problems.append(Problem(self.place(key), key, message, advice))
 
     def place(self, key: str) -> str:
-        """Where a key stands; of a mapping or list, where its first leaf does."""
-        inside = (f"{key}.", f"{key}[")
-        below = (place for leaf, place in self.origins.items() if leaf.startswith(inside))
-        return self.origins.get(key) or next(below, "")
+        return place(self.origins, key)
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,8 @@ def _value(hint: Any, node: Node, path: Path, limits: Mapping[str, Any], found: 
         return _block(node, path, found) if is_block(hint) else plain(node)
     if node.value is None and None in members(hint):
         return None
+    if node.value is None and not is_block(hint) and get_origin(hint) in (abc.Mapping, tuple):
+        return {} if get_origin(hint) is abc.Mapping else ()  # cleared: `amp.modules=null`
     for member in members(hint):
         if is_dataclass(member) and (is_mapping or node.value is None):
             return _section(member, node, path, found)  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def fit(run: Run) -> str:
     """
     progress = run.progress
     run.log.restart_clock(progress)
-    if _evaluation_was_cut_off(run):
+    if evaluation_was_cut_off(run.job):
         _boundary(run, epoch_ended=progress.batch_in_epoch == 0)
     while (reason := finished(run.job)) is None:
         try:
@@ -156,13 +156,15 @@ def _save_is_due(run: Run, epoch_ended: bool) -> bool:
     return by_steps or by_time
 
 
-def _evaluation_was_cut_off(run: Run) -> bool:
+def evaluation_was_cut_off(job: Job) -> bool:
     """Return whether the run was stopped between a step and the evaluation due after it."""
-    progress, recipe = run.progress, run.job.recipe
+    progress, recipe = job.state.progress, job.recipe
     if progress.step == 0 or progress.evaluated_step == progress.step:
         return False
-    if run.job.eval_data is None:
+    if job.eval_data is None:
         return False
+    if finished(job):
+        return True
     every = recipe.train.eval_every_steps
     return progress.batch_in_epoch == 0 if every is None else progress.step % every == 0
 
@@ -256,7 +258,7 @@ def _require_metric(run: Run, key: str, monitor: str, metrics: dict[str, float])
 
     _save(run)
     run.store.wait()
-    where = run.job.loaded.origins.get(key, "")
+    where = run.job.loaded.place(key)
     raise RecipeError(
         [
             Problem(

@@ -29,7 +29,7 @@ from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
 from ampctl.train import folder
 from ampctl.train.log import RunLog
-from ampctl.train.loop import Run, finished, fit
+from ampctl.train.loop import Run, evaluation_was_cut_off, finished, fit
 
 _REASONS: dict[type[BaseException], str] = {
     PreemptedError: "preempted",
@@ -117,7 +117,7 @@ def _run(
         if origin is not None:
             _restore(job, origin, console.note)
             reason = finished(job)
-            if reason is not None:
+            if reason is not None and not evaluation_was_cut_off(job):
                 console.finish(_already_complete(job, run_dir, reason))
                 return
         facts = environment.collect(str(job.state.device))
