@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,15 +29,19 @@ def mix(*parts: int) -> int:
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators, those of the devices included."""
+    seed_python_and_numpy(seed)
+    torch.manual_seed(seed)
+
+
+def seed_python_and_numpy(seed: int) -> None:
+    """Seed the two generators that torch does not draw from."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)
 
 
 def seed_host(seed: int) -> None:
     """Seed the generators that data loading draws from: Python's, NumPy's, torch's on the CPU."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    seed_python_and_numpy(seed)
     torch.default_generator.manual_seed(seed)
 
 
@@ -95,69 +98,36 @@ def preserved(device: torch.device | None = None) -> Iterator[None]:
 
 
 class DrawProbe:
-    """Tell, cheaply, whether anything was drawn from the host's generators since it was made.
+    """Tell whether reading data draws from the host's generators.
 
-    Taking three whole states costs more than a small training step (NumPy's alone 60 us), so
-    NumPy's is read through the address that its bit generator publishes. The half of a normal
-    pair that NumPy keeps elsewhere is taken out of it until :meth:`rewind`.
+    Python's and NumPy's cannot be taken and put back for less than a small training step costs, so
+    they are put to a known place before the read, and whoever reads seeds them afterwards; torch's
+    is left as it was.
     """
 
-    __slots__ = ("_moved", "_numpy", "_numpy_half", "_python", "_torch")
-
     def __init__(self) -> None:
-        self._moved = True  # until it is known
-        self._python = random.getstate()
-        self._numpy_half = _take_numpy_half()
-        self._numpy = _numpy_words()
+        with preserved():
+            random.seed(0)
+            np.random.seed(0)
+            self._python = random.getstate()
+            self._next_python = random.random()
+            self._next_numpy = np.random.random_sample()
+        self._torch = torch.default_generator.get_state()
+
+    def begin(self) -> None:
+        """Put the generators to where a draw will be noticed."""
+        random.setstate(self._python)
+        np.random.seed(0)
         self._torch = torch.default_generator.get_state()
 
     def drew(self) -> bool:
-        """Return whether a generator has moved; asked once, after the last draw."""
-        self._moved = (
-            not torch.equal(torch.default_generator.get_state(), self._torch)
-            or _numpy_words() != self._numpy
-            or random.getstate() != self._python
+        """Return whether anything was drawn since :meth:`begin`."""
+        return (
+            random.random() != self._next_python
+            or np.random.random_sample() != self._next_numpy
+            or not torch.equal(torch.default_generator.get_state(), self._torch)
         )
-        return self._moved
 
-    def rewind(self) -> None:
-        """Put the generators back to where they were when the probe was made; call it always."""
-        if self._moved:
-            torch.default_generator.set_state(self._torch)
-            random.setstate(self._python)
-            _take_numpy_half()
-            _set_numpy_words(self._numpy)
-        if self._numpy_half is not None:
-            state: dict[str, Any] = np.random.get_state(legacy=False)
-            np.random.set_state({**state, "has_gauss": 1, "gauss": self._numpy_half})
-
-
-# MT19937's state as NumPy lays it out: 624 words of 32 bits and the position among them.
-_NUMPY_STATE_BYTES = 624 * 4 + 4
-
-
-def _numpy_address() -> int:
-    generator = np.random.mtrand._rand._bit_generator
-    return int(generator.ctypes.state_address)
-
-
-def _numpy_words() -> bytes:
-    return ctypes.string_at(_numpy_address(), _NUMPY_STATE_BYTES)
-
-
-def _set_numpy_words(words: bytes) -> None:
-    ctypes.memmove(_numpy_address(), words, len(words))
-
-
-def _take_numpy_half() -> float | None:
-    """Leave no half of a normal pair in NumPy's generator; return the one that was there.
-
-    A normal that moves no word of the state was the waiting half of a pair.
-    """
-    words = _numpy_words()
-    normal = float(np.random.standard_normal())
-    if _numpy_words() == words:
-        return normal
-    np.random.standard_normal()
-    _set_numpy_words(words)
-    return None
+    def give_back(self) -> None:
+        """Put torch's generator back to where it was at :meth:`begin`."""
+        torch.default_generator.set_state(self._torch)

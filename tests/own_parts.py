@@ -88,3 +88,94 @@ class NoisyTask:
         x, y = batch
         mixed = x + 0.01 * torch.rand(()) + 0.01 * float(np.random.rand()) + 0.01 * random.random()
         return F.cross_entropy(model(mixed).float(), y)
+
+
+class Freezable(Net):
+    """Its head can be left out of training, or be kept in float16 itself."""
+
+    def __init__(self, freeze: bool = False, half: bool = False) -> None:
+        super().__init__()
+        self.head.requires_grad_(not freeze)
+        if half:
+            self.head.half()
+
+
+class Poisons(Net):
+    """Writes a NaN into a buffer in its fourth training pass; outputs and gradients stay finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+            self.largest.fill_(float("nan") if self.passes == 4 else float(x.abs().max()))
+        return super().forward(x)
+
+
+class Masked(nn.Module):
+    """Attention over the eight features in turn, with a causal mask of -inf as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(1, 4), nn.Linear(1, 4), nn.Linear(1, 4)
+        self.head = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(-1)
+        scores = self.q(x) @ self.k(x).transpose(1, 2) / 2
+        return self.head((scores + self.mask).softmax(-1) @ self.v(x)).mean(1)
+
+
+class Bag(nn.Module):
+    """Logits as the mean of sparse embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 4, sparse=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens).mean(1)
+
+
+class Tokens(Dataset[tuple[Tensor, int]]):
+    """Five token numbers that tell the label."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return (torch.arange(5) % 3) * 4 + index % 4, index % 4
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """Images whose brightness tells the label."""
+
+    def __init__(self, channels: int = 1, size: int = 8, count: int = 24) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.y = torch.arange(count) % 4
+        self.x = torch.randn(count, channels, size, size, generator=generator)
+        self.x += self.y.view(-1, 1, 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index], int(self.y[index])
+
+
+class Series:
+    """A task whose metric takes the given values, one an evaluation, as NumPy numbers."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = list(values)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x).float(), y)
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
+        return {"score": np.float64(self.values.pop(0)), "count": np.int64(3)}

@@ -2,7 +2,8 @@
 
 A dataset may draw from the global generators (Python's, NumPy's, torch's). Each of its samples is
 then drawn from a seed of its own, a function of (seed, epoch, position), so that workers, ranks,
-micro-batches and stops change nothing, and the generators of the training itself never move.
+micro-batches and stops change nothing. torch's generator, which the training draws from, never
+moves; Python's and NumPy's are seeded anew for the training with each micro-batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ampctl import rng
 from ampctl.data.order import Request
 
 _SAMPLE_STREAM = 2
+_TRAINING_STREAM = 4
 
 
 class Fetcher:
@@ -25,14 +27,15 @@ class Fetcher:
     dataset's own ``collate_fn`` attribute is used where there is one.
 
     Seeding each sample costs more than reading a cheap one, so a batch is first read plainly; if
-    that drew from a generator, it is put back and the batch is read again, sample by sample from
-    their own seeds, and so are all batches from then on.
+    that drew from a generator, the batch is read again, sample by sample from their own seeds, and
+    so are all batches from then on.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
         self.draws = False
+        self._probe = rng.DrawProbe()
         self._tensors = dataset.tensors if type(dataset) is TensorDataset else None
         self._getitems = getattr(dataset, "__getitems__", None)
         self._collate = getattr(dataset, "collate_fn", None) or default_collate
@@ -41,16 +44,20 @@ class Fetcher:
         """Return the batch of a request, on the host."""
         if self._tensors is not None:
             return tuple(tensor.index_select(0, request.indices) for tensor in self._tensors)
-        if self.draws:
-            with rng.preserved():
-                return self._read_seeded(request)
-        probe = rng.DrawProbe()
+        self._probe.begin()
         try:
-            batch = self._read(request)
-            self.draws = probe.drew()
+            if not self.draws:
+                batch = self._read(request)
+                self.draws = self._probe.drew()
+            return self._read_seeded(request) if self.draws else batch
         finally:
-            probe.rewind()
-        return self[request] if self.draws else batch
+            self._probe.give_back()
+
+    def seed_training(self, request: Request) -> None:
+        """Seed, for the training on a batch that was read, what reading it may have moved."""
+        if self._tensors is None:
+            place = (request.epoch, request.position)
+            rng.seed_python_and_numpy(rng.mix(self.seed, _TRAINING_STREAM, *place))
 
     def _read(self, request: Request) -> Any:
         indices = request.indices.tolist()

@@ -144,7 +144,9 @@ class _Reader:
     def read(self, requests: Iterator[Request]) -> Iterator[Any]:
         if self._loader is None:
             for request in requests:
-                yield self._fetcher[request]
+                batch = self._fetcher[request]
+                self._fetcher.seed_training(request)
+                yield batch
             return
         self._requests.start(requests)
         iterator = start_workers(self._loader)
@@ -160,6 +162,7 @@ class _Reader:
                 if fault is error:
                     raise
                 raise fault from error
+            self._fetcher.seed_training(self._requests.sent[received])
             received += 1
             yield batch
 
