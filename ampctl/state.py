@@ -42,17 +42,20 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What became of one step, once the host knows. ``grad_norm`` is None if not measured.
+    """What became of one step, once the host knows.
 
-    ``loss`` is the mean over the step's items, ``lr`` the first group's rate, ``grad_norm`` the
-    2-norm of the unscaled gradient before clipping; ``scale_before`` was used by the step,
-    ``scale_after`` is used by the next.
+    ``loss`` is the mean over the step's items, ``lr`` the first group's rate; ``scale_before`` was
+    used by the step, ``scale_after`` is used by the next. Where they were measured, else None:
+    ``grad_norm``, the 2-norm of the unscaled gradient before clipping; ``underflow``, the share of
+    gradient values that float16 loses at this scale; ``largest``, the largest scaled one.
     """
 
     step: int
     loss: float
     lr: float
     grad_norm: float | None
+    underflow: float | None
+    largest: float | None
     skipped: bool
     scale_before: float
     scale_after: float
@@ -60,18 +63,19 @@ class StepReport:
 
 
 class Pending:
-    """Four numbers of a step on their way to the host: found_inf, loss, norm, scale.
+    """A step's figures on their way to the host, by name: ``found_inf``, ``loss``, ``scale`` ...
 
     On an accelerator the copy is asynchronous; by the time the next optimizer step is about to be
     queued it has long arrived, so that reading it holds nothing up.
     """
 
-    def __init__(self, step: int, lr: float, values: Tensor, *, measured: bool) -> None:
+    def __init__(self, step: int, lr: float, figures: Mapping[str, Tensor]) -> None:
         self.step = step
         self.lr = lr
-        self.measured = measured
+        self._names = tuple(figures)
         self._event: Any = None
-        if values.device.type == "cpu":
+        values = torch.stack(list(figures.values()))
+        if values.device.type not in ("cuda", "xpu"):
             self._values = values
         else:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -79,11 +83,11 @@ class Pending:
             self._event = torch.get_device_module(values.device).Event()
             self._event.record()
 
-    def read(self) -> list[float]:
-        """Return the four numbers; waits for the copy if it is still under way."""
+    def read(self) -> dict[str, float]:
+        """Return the figures; waits for the copy if it is still under way."""
         if self._event is not None:
             self._event.synchronize()  # sync: with the step before the one being queued
-        return self._values.tolist()
+        return dict(zip(self._names, self._values.tolist(), strict=True))
 
 
 @dataclass

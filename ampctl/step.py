@@ -29,7 +29,8 @@ def train_step(
         state: the run; its weights, buffers, scale and counters move on.
         window: the step's micro-batches on the host; one, unless gradients are accumulated. Each
             counts by its items (samples, or tokens), so a short last one weighs what it holds.
-        measure: compute the gradient norm even if nothing is clipped.
+        measure: compute what is logged of the gradient: its norm (even if nothing is clipped),
+            and in float16 how it lies in the range of that format.
 
     Returns:
         What became of the step *before* this one, which the host can read by now without waiting;
@@ -45,7 +46,7 @@ def train_step(
     before = settle(state)  # its schedule and counters must stand before the next update
     state.learning_rate.before_update()
 
-    norm = _unscale_and_clip(state, measure=measure)
+    figures = _unscale_and_clip(state, measure=measure)
     if state.closure:
         _step_with_closure(state, window, loss)
     else:
@@ -56,9 +57,8 @@ def train_step(
 
     state.progress.step += 1
     lr = float(state.optimizer.param_groups[0]["lr"])
-    shown = found_inf if norm is None else norm.float()
-    values = torch.stack((found_inf, loss, shown, state.scaler.current_scale))
-    state.pending = Pending(state.progress.step, lr, values, measured=norm is not None)
+    figures |= {"found_inf": found_inf, "loss": loss, "scale": state.scaler.current_scale}
+    state.pending = Pending(state.progress.step, lr, figures)
     return before
 
 
@@ -70,9 +70,10 @@ def settle(state: TrainState) -> StepReport | None:
     pending, state.pending = state.pending, None
     if pending is None:
         return None
-    found_inf, loss, norm, scale = pending.read()
+    figures = pending.read()
     progress = state.progress
-    if found_inf:
+    skipped = bool(figures["found_inf"])
+    if skipped:
         progress.skipped += 1
         progress.consecutive_skips += 1
     else:
@@ -81,15 +82,17 @@ def settle(state: TrainState) -> StepReport | None:
         state.learning_rate.updated()
         if state.ema is not None:
             state.ema.update()
-    scale_before, state.scale_on_host = state.scale_on_host, scale
+    scale_before, state.scale_on_host = state.scale_on_host, figures["scale"]
     return StepReport(
         step=pending.step,
-        loss=loss,
+        loss=figures["loss"],
         lr=pending.lr,
-        grad_norm=norm if pending.measured else None,
-        skipped=bool(found_inf),
+        grad_norm=figures.get("grad_norm"),
+        underflow=figures.get("underflow"),
+        largest=figures.get("largest"),
+        skipped=skipped,
         scale_before=scale_before,
-        scale_after=scale,
+        scale_after=figures["scale"],
         consecutive_skips=progress.consecutive_skips,
     )
 
@@ -134,21 +137,24 @@ def _no_gradient(state: TrainState) -> UsageError:
     )
 
 
-def _unscale_and_clip(state: TrainState, *, measure: bool) -> Tensor | None:
-    """Unscale, then measure, then clip: never in another order. Return the norm if measured."""
+def _unscale_and_clip(state: TrainState, *, measure: bool) -> dict[str, Tensor]:
+    """Unscale, then measure, then clip: never in another order. Return what was measured."""
+    figures: dict[str, Tensor] = {}
     groups = gradients.gather(state.parameters)
     if not groups:
         raise _no_gradient(state)
+    if measure and state.scaler.enabled:
+        figures["underflow"], figures["largest"] = gradients.float16_range(groups)
     state.scaler.unscale_(groups)
-    norm = None
     if measure or state.amp.clip_norm is not None:
         norm = gradients.total_norm(groups)
-    if norm is not None and state.amp.clip_norm is not None:
+        figures["grad_norm"] = norm.float()
+    if state.amp.clip_norm is not None:
         state.scaler.check_norm(norm)
         gradients.clip_norm_(groups, norm, state.amp.clip_norm)
     if state.amp.clip_value is not None:
         gradients.clip_value_(groups, state.amp.clip_value)
-    return norm
+    return figures
 
 
 def _step_with_closure(state: TrainState, window: Sequence[Any], loss: Tensor) -> None:

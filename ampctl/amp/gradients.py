@@ -38,7 +38,7 @@ def drop(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def total_norm(groups: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the 2-norm of all gradients together, a float32 scalar.
+    """Return the 2-norm of all gradients together, a scalar.
 
     The same operations as ``torch.nn.utils.get_total_norm``, so the same bits; half-precision
     gradients are accumulated in float32, where their squares fit.
@@ -53,6 +53,19 @@ def total_norm(groups: Sequence[Sequence[Tensor]]) -> Tensor:
         norms = [norm.to(first) for norm in norms]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
+
+
+def float16_range(groups: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return how gradients, still scaled, lie in the range of float16: two float32 scalars.
+
+    The share of values that are zero or below the smallest number of float16 (2**-24), and the
+    largest absolute value. Reads every gradient twice, so it is for the steps that are logged.
+    """
+    tiny = 2.0**-24
+    lost = torch.stack([(g.abs() < tiny).sum() for group in groups for g in group]).sum()
+    count = sum(g.numel() for group in groups for g in group)
+    largest = [torch.stack(torch._foreach_norm(list(group), float("inf"))) for group in groups]
+    return lost.float() / count, torch.cat([part.float() for part in largest]).max()
 
 
 def clip_norm_(groups: Sequence[Sequence[Tensor]], norm: Tensor, max_norm: float) -> None:

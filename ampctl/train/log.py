@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from ampctl.checkpoint.store import Saved
 from ampctl.state import Progress, StepReport
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
+
+FLOAT16_MAX = 65504.0
 
 
 class RunLog:
@@ -90,6 +93,8 @@ class RunLog:
             "loss": report.loss,
             "lr": report.lr,
             "grad_norm": report.grad_norm,
+            "underflow": report.underflow,
+            "headroom": _headroom(report),
             "scale": report.scale_after,
             "skipped": progress.skipped,
             "updates": progress.updates,
@@ -137,6 +142,13 @@ class RunLog:
         """Give the screen back and close the file."""
         self.console.close()
         self._metrics.close()
+
+
+def _headroom(report: StepReport) -> float | None:
+    """Return how often the scale could still double before the largest gradient overflows."""
+    if not report.largest or not math.isfinite(report.largest):
+        return None
+    return round(math.log2(FLOAT16_MAX / report.largest), 2)
 
 
 def _memory_mb(device: torch.device) -> float:
