@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ampctl import __version__
-from ampctl.errors import AmpctlError, MachineError
+from ampctl.errors import AmpctlError, InterruptedRunError, MachineError
 
 app = typer.Typer(
     name="ampctl",
@@ -60,6 +60,9 @@ def told() -> Iterator[None]:
     except AmpctlError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(InterruptedRunError.exit_code) from None
     except BrokenPipeError:
         # The reader of a pipe has what it wanted (`ampctl show digits | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

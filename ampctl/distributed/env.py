@@ -54,14 +54,16 @@ def _count(kind: str) -> int:
 class StopSignals:
     """Turn SIGTERM, SIGUSR1 and Ctrl-C into a flag that the loops look at between batches.
 
-    A second Ctrl-C ends the process at once. Handlers that stood before are put back on leaving,
-    and called as well, so that another tool's handler is not lost.
+    Until :attr:`training` is set there is nothing to save, and a signal raises KeyboardInterrupt
+    where it is. A second Ctrl-C ends the process at once. Handlers that stood before are put back
+    on leaving, and called as well, so that another tool's handler is not lost.
     """
 
     _WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.training = False
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignals:
@@ -80,10 +82,12 @@ class StopSignals:
         previous = self._previous.get(self.received)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
+        if not self.training:
+            raise KeyboardInterrupt
 
     def error(self, saved: str) -> PreemptedError | InterruptedRunError:
-        """Return the error that ends the run; ``saved`` says where its state is."""
+        """Return the error that ends the run; ``saved`` says when, and where its state is."""
         assert self.received is not None
         if self.received is signal.SIGINT:
-            return InterruptedRunError(f"interrupted; {saved}")
-        return PreemptedError(f"{self.received.name} received; {saved}")
+            return InterruptedRunError(f"interrupted {saved}")
+        return PreemptedError(f"{self.received.name} received {saved}")

@@ -1,17 +1,20 @@
-"""What can be found wrong with a recipe without training: it is built, and one step is tried."""
+"""What can be found wrong with a recipe without training: it is built and tried on one batch."""
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
-from ampctl.build import build_job
+from ampctl.build import Job, build_job
+from ampctl.errors import Problem, RecipeError
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.target import import_from_current_folder
 from ampctl.step import settle, train_step
+from ampctl.train.evaluate import evaluate
 
 
 def check_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
-    """Build a recipe and try one step on its first samples; return what would run.
+    """Build a recipe, try one step and evaluate one batch; return what would run.
 
     Nothing is written. Raises what ``train`` would raise.
     """
@@ -24,7 +27,7 @@ def check_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
         report = settle(state)
         assert report is not None, "a step was just taken"
         if job.eval_data is not None:
-            next(iter(job.eval_data))
+            _check_monitors(job, evaluate(state, islice(job.eval_data, 1)) or {})
     finally:
         job.train_data.close()
         if job.eval_data is not None:
@@ -40,6 +43,24 @@ def check_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
         + ("skipped: non-finite gradient" if report.skipped else f"grad {report.grad_norm:.4g}"),
         "verdict": "ready to train",
     }
+
+
+def _check_monitors(job: Job, metrics: dict[str, float]) -> None:
+    early_stop = job.recipe.train.early_stop
+    watched = {"checkpoint.monitor": job.recipe.checkpoint.monitor}
+    if early_stop is not None:
+        watched["train.early_stop.monitor"] = early_stop.monitor
+    problems = [
+        Problem(
+            job.loaded.origins.get(key, ""),
+            key,
+            f"no metric is called {monitor!r}; this task gives {', '.join(sorted(metrics))}",
+        )
+        for key, monitor in watched.items()
+        if monitor not in metrics
+    ]
+    if problems:
+        raise RecipeError(problems)
 
 
 def _optimizer_words(optimizer: Any) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ampctl.checkpoint import disk
+from ampctl.checkpoint.lock import LOCK_FILE
 from ampctl.errors import UsageError
 
 RECIPE = "recipe.yaml"
@@ -43,6 +45,16 @@ def refuse_to_overwrite(run_dir: Path) -> None:
         )
     if run_dir.exists() and not run_dir.is_dir():
         raise UsageError(f"{run_dir} is a file; --run-dir names a folder")
+
+
+def discard_unused(run_dir: Path) -> None:
+    """Remove a folder made for a new run whose recipe, it turned out, cannot be built."""
+    if holds_run(run_dir):
+        return
+    with suppress(OSError):
+        (run_dir / LOCK_FILE).unlink()
+        for path in (run_dir, run_dir.parent, ROOT):
+            path.rmdir()
 
 
 def write_facts(run_dir: Path, recipe_text: str, environment: Mapping[str, Any]) -> None:

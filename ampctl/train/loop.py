@@ -23,6 +23,7 @@ from ampctl.train.evaluate import evaluate
 from ampctl.train.log import RunLog
 
 SCALES_SHOWN = 8
+NAMES_SHOWN = 5
 
 
 @dataclass
@@ -141,7 +142,9 @@ def _boundary(run: Run, *, epoch_ended: bool, stopping: bool = False) -> None:
     if run.signals.received:
         run.store.wait()
         run.log.saved(run.store.finished(), run.run_dir)
-        raise run.signals.error(f"saved at step {step}")
+        raise run.signals.error(
+            f"at step {step}, which is saved: `ampctl resume {run.run_dir}` goes on"
+        )
 
 
 def _save_is_due(run: Run, epoch_ended: bool) -> bool:
@@ -288,11 +291,18 @@ def _save(run: Run) -> None:
             },
         }
     )
+    nonfinite = _nonfinite(payload, state.nonfinite_by_design)
+    if nonfinite:
+        more = f" and {len(nonfinite) - NAMES_SHOWN} more" if len(nonfinite) > NAMES_SHOWN else ""
+        run.log.console.warn(
+            f"step {progress.step}: not finite: {', '.join(nonfinite[:NAMES_SHOWN])}{more}. The "
+            "checkpoint is set aside as .nonfinite.pt; latest.pt stays as it was"
+        )
     run.store.save(
         payload,
         step=progress.step,
         metrics=progress.metrics if progress.evaluated_step == progress.step else {},
-        nonfinite=_nonfinite(payload, state.nonfinite_by_design),
+        nonfinite=nonfinite,
     )
     run.saved_step, run.saved_at = progress.step, time.monotonic()
     run.log.stalled(progress.step, time.perf_counter() - begin)

@@ -56,10 +56,14 @@ def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bo
     if not resume:
         folder.refuse_to_overwrite(where)
     notes: list[str] = []
-    with lock.hold(where):
-        origin = _newest(where, notes) if resume else None
-        trust.record(loaded)
-        _run(loaded, where, origin, notes, quiet=quiet)
+    try:
+        with lock.hold(where):
+            origin = _newest(where, notes) if resume else None
+            trust.record(loaded)
+            _run(loaded, where, origin, notes, quiet=quiet)
+    finally:
+        if run_dir is None:
+            folder.discard_unused(where)
 
 
 def resume(
@@ -111,21 +115,36 @@ def _run(
     try:
         for note in notes:
             console.warn(note)
-        job = build_job(loaded)
-        for note in _without_effect(job):
-            console.note(note)
-        if origin is not None:
-            _restore(job, origin, console.note)
-            reason = finished(job)
-            if reason is not None and not evaluation_was_cut_off(job):
-                console.finish(_already_complete(job, run_dir, reason))
-                return
-        facts = environment.collect(str(job.state.device))
-        folder.write_facts(run_dir, loaded.text, facts)
-        with _log_file(run_dir), StopSignals() as signals:
-            _fit(job, run_dir, origin, console, signals, facts)
+        with StopSignals() as signals:
+            try:
+                job = _prepare(loaded, run_dir, origin, console)
+            except KeyboardInterrupt:
+                raise signals.error("before the first step, so that nothing is lost") from None
+            if job is not None:
+                facts = environment.collect(str(job.state.device))
+                folder.write_facts(run_dir, loaded.text, facts)
+                signals.training = True
+                with _log_file(run_dir):
+                    _fit(job, run_dir, origin, console, signals, facts)
     finally:
         console.close()
+
+
+def _prepare(
+    loaded: LoadedRecipe, run_dir: Path, origin: Origin | None, console: Console
+) -> Job | None:
+    """Build the job and restore its state; return None if the run is complete already."""
+    job = build_job(loaded)
+    for note in _without_effect(job):
+        console.note(note)
+    if origin is None:
+        return job
+    _restore(job, origin, console.note)
+    reason = finished(job)
+    if reason is None or evaluation_was_cut_off(job):
+        return job
+    console.finish(_already_complete(job, run_dir, reason))
+    return None
 
 
 def _fit(

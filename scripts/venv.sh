@@ -1,0 +1,44 @@
+# Sourced by quickstart and test: make .venv in the checkout and install the package into it.
+
+# make_venv [EXTRA]: afterwards .venv/bin/ampctl runs this checkout. Costs nothing if .venv was
+# made from this pyproject.toml, in this place, with the extra asked for or with a larger one.
+make_venv() {
+    local extra="${1:-}" stamp=".venv/ampctl-installed" facts python
+    facts="$(cksum < pyproject.toml) $PWD"
+    if [[ -x .venv/bin/python ]]; then
+        # "dev" holds all that the plain package needs, so it serves both.
+        for done in "$extra" dev; do
+            if [[ "$(cat "$stamp" 2> /dev/null)" == "$facts [$done]" ]]; then
+                return
+            fi
+        done
+    fi
+    python="$(find_python)"
+    echo "installing into .venv (only the first time; PyTorch is large)"
+    rm -f "$stamp"
+    if ! "$python" -m venv .venv; then
+        echo "error: $python cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2
+        exit 1
+    fi
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}"
+    echo "$facts [$extra]" > "$stamp"
+}
+
+# find_python: print the first Python of 3.11 or newer, or say what is missing and end.
+find_python() {
+    local name candidates=(python3 python3.14 python3.13 python3.12 python3.11)
+    if [[ -n "${PYTHON:-}" ]]; then
+        candidates=("$PYTHON")
+    fi
+    for name in "${candidates[@]}"; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    {
+        echo "error: ampctl needs Python 3.11 or newer; found: $("${candidates[0]}" --version 2>&1 || true)"
+        echo "    install one, or name it: PYTHON=/path/to/python3 $0"
+    } >&2
+    exit 1
+}
