@@ -22,9 +22,10 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 from ampctl import rng
 from ampctl.data.fetch import Fetcher
-from ampctl.data.loader import EvalData, MapData, WorkerError
+from ampctl.data.loader import EvalData, MapData
 from ampctl.data.order import Order, Request
 from ampctl.data.stream import StreamData
+from ampctl.data.workers import WorkerError
 
 # ---------------------------------------------------------------- order
 

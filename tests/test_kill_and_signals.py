@@ -362,7 +362,8 @@ def spoiled(**arguments: int) -> tuple[str, ...]:
 def test_nf1_bad_data_for_ever_ends_the_run_with_its_cause(folder: Path) -> None:
     data = spoiled(size=200, bad=200)
     ended = ampctl("train", "recipe.yaml", "--run-dir", "d", *data, "amp.max_skips=8", code=3)
-    stop, diagnosis = (check_events(folder / "d")[i] for i in (-1, -2))
+    events = check_events(folder / "d")
+    stop, diagnosis = events[-1], next(e for e in events if e["event"] == "diagnosis")
     assert (stop["reason"], stop["exit_code"]) == ("nonfinite", 3)
     assert "the batch holds values that are not finite" in diagnosis["cause"]
     assert "stopped at step 8: 8 non-finite steps in a row; the last good step was 0" in ended.err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,9 @@ def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(run_dir: str, *overrides: str) -> Path:
-    worker.train(load_recipe("recipe.yaml", overrides), run_dir=Path(run_dir), resume=False, quiet=True)
+    worker.train(
+        load_recipe("recipe.yaml", overrides), run_dir=Path(run_dir), resume=False, quiet=True
+    )
     return Path(run_dir)
 
 
@@ -72,7 +73,11 @@ def assert_same(a: Any, b: Any, path: str = "") -> None:
 
 
 def losses(run_dir: Path) -> dict[int, Any]:
-    return {e["step"]: e["loss"] for e in read_metrics(run_dir / "metrics.jsonl") if e["event"] == "train"}
+    return {
+        e["step"]: e["loss"]
+        for e in read_metrics(run_dir / "metrics.jsonl")
+        if e["event"] == "train"
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -112,7 +117,9 @@ def test_evaluation_changes_nothing_in_training() -> None:
     )
 
 
-def test_rs10_a_complete_run_says_so_and_can_be_extended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rs10_a_complete_run_says_so_and_can_be_extended(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     short = train("short", "train.max_epochs=2", "scheduler=null")
     before = (short / "metrics.jsonl").read_bytes(), (short / "checkpoints/latest.pt").read_bytes()
     capsys.readouterr()
@@ -127,7 +134,9 @@ def test_rs10_a_complete_run_says_so_and_can_be_extended(capsys: pytest.CaptureF
 
 def test_rs5_lr_goes_on_where_it_was() -> None:
     whole = train("whole")
-    rates = {e["step"]: e["lr"] for e in read_metrics(whole / "metrics.jsonl") if e["event"] == "train"}
+    rates = {
+        e["step"]: e["lr"] for e in read_metrics(whole / "metrics.jsonl") if e["event"] == "train"
+    }
     again = resume(whole / "checkpoints/step-00000005.pt", run_dir="again")
     for event in read_metrics(again / "metrics.jsonl"):
         if event["event"] == "train":
@@ -177,5 +186,3 @@ def test_data_of_another_length_is_refused() -> None:
     whole = train("whole")
     with pytest.raises(CheckpointError, match="had 22 samples when it was saved and has 23 now"):
         resume(whole / "checkpoints/step-00000004.pt", "data.train.size=23", run_dir="again")
-
-

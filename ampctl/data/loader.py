@@ -1,15 +1,12 @@
 """Feeding the loop: the windows of micro-batches of an epoch, from any step on, with or without
 worker processes; and the batches of an evaluation. Order is ``order``'s, reading is ``fetch``'s,
-iterable datasets are ``stream``'s.
+the processes are ``workers``', iterable datasets are ``stream``'s.
 """
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
-from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import torch
@@ -17,16 +14,12 @@ from torch.utils.data import DataLoader
 
 from ampctl.data.fetch import Fetcher, identity
 from ampctl.data.order import Order, Request
-from ampctl.errors import AmpctlError
+from ampctl.data.workers import end_workers, next_batch, start_worker, start_workers
+
+INDICES_SHOWN = 64
 
 Window = list[Any]
 """The micro-batches of one optimizer step, on the host."""
-
-
-class WorkerError(AmpctlError):
-    """A data worker died; the message has its signal and the samples it was reading."""
-
-    exit_code = 1
 
 
 class TrainData(Protocol):
@@ -150,19 +143,24 @@ class _Reader:
             return
         self._requests.start(requests)
         iterator = start_workers(self._loader)
-        received = 0
+        sent, received = self._requests.sent, 0
+
+        def reading(worker: int, num_workers: int) -> str:
+            indices = [
+                index
+                for place, request in enumerate(sent[received:], start=received)
+                if place % num_workers == worker
+                for index in request.indices.tolist()
+            ]
+            more = ", ..." if len(indices) > INDICES_SHOWN else ""
+            return f"among the samples {', '.join(map(str, indices[:INDICES_SHOWN]))}{more}"
+
         while True:
             try:
-                batch = next(iterator)
+                batch = next_batch(iterator, reading)
             except StopIteration:
                 return
-            # A worker that dies while a batch is on its way breaks the connection instead.
-            except (RuntimeError, EOFError, OSError) as error:
-                fault = _explain(error, iterator, self._requests.sent, received)
-                if fault is error:
-                    raise
-                raise fault from error
-            self._fetcher.seed_training(self._requests.sent[received])
+            self._fetcher.seed_training(sent[received])
             received += 1
             yield batch
 
@@ -187,75 +185,3 @@ class _Requests:
         for request in self._source:
             self.sent.append(request)
             yield request
-
-
-def start_worker(_: int) -> None:
-    """Prepare a worker process."""
-    # Ctrl-C reaches the whole process group, and a scheduler may signal every process of a job; the
-    # training process decides when workers end. (SIG_IGN would go on to programs that they start.)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)
-    torch.set_num_threads(1)
-
-
-def start_workers(loader: DataLoader[Any]) -> Any:
-    """Return an iterator over a loader with workers; that one of them died, ``next`` tells.
-
-    torch's handler of SIGCHLD would raise in the midst of whatever the training process does.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return iter(loader)
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        return iter(loader)
-    finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
-
-
-def end_workers(iterator: Any) -> None:
-    """End the workers of a loader's iterator, those too that hang in a sample."""
-    iterator._shutdown_workers()
-    for worker in iterator._workers:
-        if worker.is_alive():
-            worker.kill()
-            worker.join()
-
-
-def _explain(error: Exception, iterator: Any, sent: Sequence[Request], received: int) -> Exception:
-    """Name the signal that ended a worker and the samples it may have been reading."""
-    if isinstance(error, EOFError | ConnectionError):
-        # The connection ends a moment before the process does, and the sentinel before its code
-        # can be asked for.
-        ended = wait([worker.sentinel for worker in iterator._workers], timeout=5.0)
-        for worker in iterator._workers:
-            if worker.sentinel in ended:
-                worker.join()
-    dead = [
-        (number, worker.exitcode)
-        for number, worker in enumerate(iterator._workers)
-        if worker.exitcode not in (None, 0)
-    ]
-    if not dead:
-        return error
-    number, code = dead[0]
-    workers = len(iterator._workers)
-    indices = [
-        index
-        for place, request in enumerate(sent)
-        if place >= received and place % workers == number
-        for index in request.indices.tolist()
-    ]
-    if code < 0:
-        try:
-            how = f"was ended by {signal.Signals(-code).name}"
-        except ValueError:
-            how = f"was ended by signal {-code}"
-    else:
-        how = f"exited with code {code}"
-    memory = " or SIGBUS (shared memory: try a smaller data.num_workers)" if code == -7 else ""
-    return WorkerError(
-        f"data worker {number} {how}{memory} while reading among the samples "
-        f"{', '.join(map(str, indices[:64]))}{', ...' if len(indices) > 64 else ''}. "
-        "Read them one by one with data.num_workers=0 to see the fault; if the machine ran out of "
-        "memory, lower data.num_workers or data.micro_batch_size."
-    )

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ampctl import rng
 from ampctl.data.fetch import identity
-from ampctl.data.loader import Window, end_workers, start_worker, start_workers
+from ampctl.data.loader import Window
+from ampctl.data.workers import end_workers, next_batch, start_worker, start_workers
 
 _STREAM = 3
 
@@ -81,13 +82,18 @@ class StreamData:
                     samples = self._open(epoch)
                 while len(batch) < self._batch_size and not ended:
                     try:
-                        batch.append(next(samples))
+                        batch.append(self._next(samples))
                     except StopIteration:
                         ended = True
                 self._generators = rng.get_state()
             if batch:
                 yield batch
         self._generators = None
+
+    def _next(self, samples: Iterator[Any]) -> Any:
+        if not self._num_workers:
+            return next(samples)
+        return next_batch(samples, lambda *_: "its part of the stream")
 
     def _open(self, epoch: int) -> Iterator[Any]:
         if not self._num_workers:

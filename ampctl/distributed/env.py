@@ -79,6 +79,8 @@ class StopSignals:
         if number == signal.SIGINT and self.received is signal.SIGINT:
             os._exit(InterruptedRunError.exit_code)
         self.received = signal.Signals(number)
+        if self.training and os.isatty(2):
+            os.write(2, b"\nstopping after this step; press Ctrl-C to leave at once\n")
         previous = self._previous.get(self.received)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)

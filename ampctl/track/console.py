@@ -281,7 +281,11 @@ def _marked(line: str, style: str = "") -> Text:
 
 
 def _print_plain(line: str, stream: TextIO) -> None:
-    print(_encodable(line, stream.encoding), file=stream, flush=True)
+    try:
+        print(_encodable(line, stream.encoding), file=stream, flush=True)
+    except BrokenPipeError:
+        # Whoever read has gone (`ampctl train ... | head`); the run goes on without them.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _encodable(line: str, encoding: str | None) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import Any
 
 from ampctl.build import Job, build_job
-from ampctl.errors import Problem, RecipeError
+from ampctl.doctor.nonfinite import examine
+from ampctl.errors import NumericsError, Problem, RecipeError
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.target import import_from_current_folder
 from ampctl.step import settle, train_step
@@ -26,6 +28,8 @@ def check_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
         train_step(state, window, measure=True)
         report = settle(state)
         assert report is not None, "a step was just taken"
+        if not math.isfinite(report.loss):
+            raise NumericsError(_not_finite(job, window, report.loss))
         if job.eval_data is not None:
             _check_monitors(job, evaluate(state, islice(job.eval_data, 1)) or {})
     finally:
@@ -43,6 +47,15 @@ def check_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
         + ("skipped: non-finite gradient" if report.skipped else f"grad {report.grad_norm:.4g}"),
         "verdict": "ready to train",
     }
+
+
+def _not_finite(job: Job, window: list[Any], loss: float) -> str:
+    found = examine(job.state, window)
+    facts = "".join(f"\n  seen:   {fact}" for fact in found.facts)
+    return (
+        f"the loss of the first step is {loss}\n  cause:  {found.cause}{facts}\n"
+        f"  advice: {found.advice}"
+    )
 
 
 def _check_monitors(job: Job, metrics: dict[str, float]) -> None:

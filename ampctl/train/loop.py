@@ -12,7 +12,7 @@ from ampctl import plain
 from ampctl.build import Job
 from ampctl.checkpoint.file import FORMAT, VERSION
 from ampctl.checkpoint.store import Store
-from ampctl.data.loader import WorkerError
+from ampctl.data.workers import WorkerError
 from ampctl.distributed.env import StopSignals
 from ampctl.doctor.nonfinite import Diagnosis, examine
 from ampctl.errors import NumericsError, RecipeError

@@ -27,7 +27,7 @@ from ampctl.recipe.load import LoadedRecipe, parse_recipe
 from ampctl.recipe.target import import_from_current_folder
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
-from ampctl.train import folder
+from ampctl.train import folder, words
 from ampctl.train.log import RunLog
 from ampctl.train.loop import Run, evaluation_was_cut_off, finished, fit
 
@@ -143,7 +143,7 @@ def _prepare(
     reason = finished(job)
     if reason is None or evaluation_was_cut_off(job):
         return job
-    console.finish(_already_complete(job, run_dir, reason))
+    console.finish(words.already_complete(job, run_dir, reason))
     return None
 
 
@@ -180,12 +180,11 @@ def _fit(
         _tell_start(run, origin)
         reason = fit(run)
         log.stop(run.progress.step, reason, 0)
-        console.finish(_ending(run, reason))
-    except AmpctlError as error:
-        log.stop(run.progress.step, _REASONS.get(type(error), "error"), error.exit_code)
-        raise
-    except BaseException:
-        log.stop(run.progress.step, "error", 1)
+        console.finish(words.ending(job, run_dir, reason))
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, AmpctlError) else 1
+        _end_saves(run)
+        log.stop(run.progress.step, _REASONS.get(type(error), "error"), code)
         raise
     finally:
         job.train_data.close()
@@ -193,6 +192,15 @@ def _fit(
             job.eval_data.close()
         store.close()
         log.close()
+
+
+def _end_saves(run: Run) -> None:
+    """Let the save that is under way end, and tell it, before the run's last event."""
+    try:
+        run.store.wait()
+    except AmpctlError as error:
+        run.log.console.warn(str(error))  # another error is on its way to the user
+    run.log.saved(run.store.finished(), run.run_dir)
 
 
 def _restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
@@ -245,78 +253,9 @@ def _tell_start(run: Run, origin: Origin | None) -> None:
     }
     if origin is not None:
         fields |= {"checkpoint": origin.loaded.path.name, "epoch": progress.epoch}
-    run.log.begin(
-        "start" if origin is None else "resume", progress.step, _start_lines(run, origin), **fields
-    )
-
-
-def _start_lines(run: Run, origin: Origin | None) -> list[str]:
-    """Say what is about to run: on what and why, how large, how long, and where it is kept."""
-    job, state = run.job, run.job.state
-    parameters = sum(p.numel() for p in state.bare.parameters())
-    data = job.recipe.data
-    micro = data.micro_batch_size if isinstance(data.micro_batch_size, int) else data.batch_size
-    passes = -(-data.batch_size // micro)
-    accumulated = f" in {passes} micro-batches each" if passes > 1 else ""
-    steps = f"{job.total_steps:,} steps" if job.total_steps is not None else "steps"
-    lines = [
-        f"{job.recipe.name}: {parameters:,} parameters, "
-        f"{steps} of {data.batch_size} samples{accumulated}",
-        f"on {state.device} in {state.precision.name} ({state.precision.reason})",
-        f"run folder: {run.run_dir}",
-    ]
-    if state.module_dtypes:
-        names = ", ".join(f"{name} in {dtype}" for name, dtype in state.module_dtypes.items())
-        lines.insert(2, f"{len(state.module_dtypes)} modules apart: {names}")
-    if len(state.optimizer.param_groups) > 1:
-        from ampctl.optim import describe_groups
-
-        lines[2:2] = [f"group: {line}" for line in describe_groups(state.optimizer.param_groups)]
-    if origin is not None:
-        progress = run.progress
-        lines.append(
-            f"going on from {origin.loaded.path.name}: step {progress.step}, "
-            f"epoch {progress.epoch}, scale {state.scale_on_host:g}, {progress.skipped} skipped"
-        )
-    return lines
-
-
-def _ending(run: Run, reason: str) -> list[str]:
-    progress, recipe = run.progress, run.job.recipe
-    skipped = f", {progress.skipped} skipped" if progress.skipped else ""
-    how = "stopped early" if reason == "early_stop" else "complete"
-    lines = [f"{how}: {progress.step} steps, {progress.updates} updates{skipped}"]
-    if progress.best is not None:
-        lines.append(
-            f"best {recipe.checkpoint.monitor} {progress.best:.4g} at step {progress.best_step}"
-        )
-    if progress.metrics:
-        figures = "  ".join(f"{name} {value:.4g}" for name, value in progress.metrics.items())
-        lines.append(f"last {figures}")
-    lines.append(f"run folder: {run.run_dir}")
-    lines.append(_extend(run.job, run.run_dir))
-    return lines
-
-
-def _already_complete(job: Job, run_dir: Path, reason: str) -> list[str]:
-    progress, train = job.state.progress, job.recipe.train
-    if reason == "early_stop":
-        what = f"stopped early at step {progress.step}"
-    elif train.max_steps is not None and progress.step >= train.max_steps:
-        what = f"{progress.step} of {train.max_steps} steps"
-    else:
-        what = f"{progress.epoch} of {train.max_epochs} epochs"
-    return [f"already complete ({what}); nothing is changed", _extend(job, run_dir)]
-
-
-def _extend(job: Job, run_dir: Path) -> str:
-    """Return the command that trains on."""
-    train = job.recipe.train
-    if job.state.progress.stopped_early:
-        return f"to go on: ampctl resume {run_dir} train.early_stop=null"
-    if train.max_epochs is not None:
-        return f"to go on: ampctl resume {run_dir} train.max_epochs={train.max_epochs * 2}"
-    return f"to go on: ampctl resume {run_dir} train.max_steps={2 * (train.max_steps or 0)}"
+    event = "start" if origin is None else "resume"
+    lines = words.start(job, run.run_dir, origin.loaded.path if origin else None)
+    run.log.begin(event, progress.step, lines, **fields)
 
 
 @contextmanager

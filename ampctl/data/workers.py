@@ -1,0 +1,99 @@
+"""The processes that read data: how they start and end, and what is said when one of them dies."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ampctl.errors import AmpctlError
+
+
+class WorkerError(AmpctlError):
+    """A data worker died; the message has its signal and the samples it was reading."""
+
+    exit_code = 1
+
+
+def start_worker(_: int) -> None:
+    """Prepare a worker process."""
+    # Ctrl-C reaches the whole process group, and a scheduler may signal every process of a job; the
+    # training process decides when workers end. (SIG_IGN would go on to programs that they start.)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
+    torch.set_num_threads(1)
+
+
+def start_workers(loader: DataLoader[Any]) -> Any:
+    """Return an iterator over a loader with workers; that one of them died, ``next`` tells.
+
+    torch's handler of SIGCHLD would raise in the midst of whatever the training process does.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return iter(loader)
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        return iter(loader)
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
+
+
+def next_batch(iterator: Any, reading: Callable[[int, int], str]) -> Any:
+    """Return the next batch, or raise WorkerError if a worker died.
+
+    ``reading(worker, num_workers)`` says in words what a worker had been given to read.
+    """
+    try:
+        return next(iterator)
+    # A worker that dies while a batch is on its way breaks the connection instead.
+    except (RuntimeError, EOFError, OSError) as error:
+        fault = _death(error, iterator, reading)
+        if fault is None:
+            raise
+        raise fault from error
+
+
+def end_workers(iterator: Any) -> None:
+    """End the workers of a loader's iterator, those too that hang in a sample."""
+    iterator._shutdown_workers()
+    for worker in iterator._workers:
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+
+
+def _death(
+    error: Exception, iterator: Any, reading: Callable[[int, int], str]
+) -> WorkerError | None:
+    """Say which worker died, of what, and what it had to read; None if none died."""
+    if isinstance(error, EOFError | ConnectionError):
+        # The connection ends a moment before the process does, and the sentinel before its code
+        # can be asked for.
+        ended = wait([worker.sentinel for worker in iterator._workers], timeout=5.0)
+        for worker in iterator._workers:
+            if worker.sentinel in ended:
+                worker.join()
+    codes = [worker.exitcode for worker in iterator._workers]
+    number, code = next(((n, code) for n, code in enumerate(codes) if code), (0, 0))
+    if not code:
+        return None
+    memory = " (shared memory: try a smaller data.num_workers)" if code == -signal.SIGBUS else ""
+    return WorkerError(
+        f"data worker {number} {_how(code)}{memory} while reading {reading(number, len(codes))}. "
+        "Read them one by one with data.num_workers=0 to see the fault; if the machine ran out of "
+        "memory, lower data.num_workers or data.micro_batch_size."
+    )
+
+
+def _how(code: int) -> str:
+    if code > 0:
+        return f"exited with code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"

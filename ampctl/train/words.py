@@ -1,0 +1,75 @@
+"""What a run says of itself when it begins and when it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ampctl.build import Job
+from ampctl.optim import describe_groups
+
+
+def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
+    """Say what is about to run: how large, how long, on what and why, where it is kept."""
+    state, progress, data = job.state, job.state.progress, job.recipe.data
+    parameters = sum(p.numel() for p in state.bare.parameters())
+    micro = data.micro_batch_size if isinstance(data.micro_batch_size, int) else data.batch_size
+    passes = -(-data.batch_size // micro)
+    accumulated = f" in {passes} micro-batches each" if passes > 1 else ""
+    steps = f"{job.total_steps:,} steps" if job.total_steps is not None else "steps"
+    lines = [
+        f"{job.recipe.name}: {parameters:,} parameters, "
+        f"{steps} of {data.batch_size} samples{accumulated}",
+        f"on {state.device} in {state.precision.name} ({state.precision.reason})",
+    ]
+    if state.module_dtypes:
+        names = ", ".join(f"{name} in {dtype}" for name, dtype in state.module_dtypes.items())
+        lines.append(f"apart: {names}")
+    if len(state.optimizer.param_groups) > 1:
+        lines += [f"group: {line}" for line in describe_groups(state.optimizer.param_groups)]
+    lines.append(f"run folder: {run_dir}")
+    if checkpoint is not None:
+        scale = f", scale {state.scale_on_host:g}" if state.scaler.enabled else ""
+        lines.append(
+            f"going on from {checkpoint.name}: step {progress.step}, epoch {progress.epoch}"
+            f"{scale}, {progress.skipped} skipped"
+        )
+    return lines
+
+
+def ending(job: Job, run_dir: Path, reason: str) -> list[str]:
+    """Say how a run ended, what it reached, and the command that goes on."""
+    progress = job.state.progress
+    skipped = f", {progress.skipped} skipped" if progress.skipped else ""
+    how = "stopped early" if reason == "early_stop" else "complete"
+    lines = [f"{how}: {progress.step} steps, {progress.updates} updates{skipped}"]
+    if progress.best is not None:
+        monitor = job.recipe.checkpoint.monitor
+        lines.append(f"best {monitor} {progress.best:.4g} at step {progress.best_step}")
+    if progress.metrics:
+        figures = "  ".join(f"{name} {value:.4g}" for name, value in progress.metrics.items())
+        lines.append(f"last {figures}")
+    return [*lines, f"run folder: {run_dir}", _extend(job, run_dir)]
+
+
+def already_complete(job: Job, run_dir: Path, reason: str) -> list[str]:
+    """Say that there is nothing left to do."""
+    progress, train = job.state.progress, job.recipe.train
+    if reason == "early_stop":
+        what = f"stopped early at step {progress.step}"
+    elif train.max_steps is not None and progress.step >= train.max_steps:
+        what = f"{progress.step} of {train.max_steps} steps"
+    else:
+        what = f"{progress.epoch} of {train.max_epochs} epochs"
+    return [f"already complete ({what}); nothing is changed", _extend(job, run_dir)]
+
+
+def _extend(job: Job, run_dir: Path) -> str:
+    """Return the command that trains on: it lifts the limit that ended the run."""
+    progress, train = job.state.progress, job.recipe.train
+    if progress.stopped_early:
+        change = "train.early_stop=null"
+    elif train.max_steps is not None and progress.step >= train.max_steps:
+        change = f"train.max_steps={2 * train.max_steps}"
+    else:
+        change = f"train.max_epochs={2 * (train.max_epochs or 1)}"
+    return f"to go on: ampctl resume {run_dir} {change}"
