@@ -2,8 +2,7 @@
 
 A dataset may draw from the global generators (Python's, NumPy's, torch's). Each of its samples is
 then drawn from a seed of its own, a function of (seed, epoch, position), so that workers, ranks,
-micro-batches and stops change nothing. torch's generator, which the training draws from, never
-moves; Python's and NumPy's are seeded anew for the training with each micro-batch.
+micro-batches and stops change nothing, and the generators of the training itself are left alone.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from ampctl import rng
 from ampctl.data.order import Request
 
 _SAMPLE_STREAM = 2
-_TRAINING_STREAM = 4
 
 
 class Fetcher:
@@ -27,8 +25,8 @@ class Fetcher:
     dataset's own ``collate_fn`` attribute is used where there is one.
 
     Seeding each sample costs more than reading a cheap one, so a batch is first read plainly; if
-    that drew from a generator, the batch is read again, sample by sample from their own seeds, and
-    so are all batches from then on.
+    that drew from a generator, it is undone and the batch is read again, sample by sample from
+    seeds of their own, and so are all batches from then on.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -45,19 +43,23 @@ class Fetcher:
         if self._tensors is not None:
             return tuple(tensor.index_select(0, request.indices) for tensor in self._tensors)
         self._probe.begin()
-        try:
-            if not self.draws:
-                batch = self._read(request)
-                self.draws = self._probe.drew()
-            return self._read_seeded(request) if self.draws else batch
-        finally:
-            self._probe.give_back()
+        if not self.draws:
+            batch = self._read(request)
+            if not self._probe.end():
+                return batch
+            self.draws = True
+            batch = self._read_seeded(request)
+        else:
+            batch = self._read_seeded(request)
+            self._probe.end()
+        self._probe.rewind()
+        return batch
 
-    def seed_training(self, request: Request) -> None:
-        """Seed, for the training on a batch that was read, what reading it may have moved."""
+    def pass_over(self) -> None:
+        """Move the training's generators on as if a batch had been read in this process."""
         if self._tensors is None:
-            place = (request.epoch, request.position)
-            rng.seed_python_and_numpy(rng.mix(self.seed, _TRAINING_STREAM, *place))
+            self._probe.begin()
+            self._probe.end()
 
     def _read(self, request: Request) -> Any:
         indices = request.indices.tolist()

@@ -137,9 +137,7 @@ class _Reader:
     def read(self, requests: Iterator[Request]) -> Iterator[Any]:
         if self._loader is None:
             for request in requests:
-                batch = self._fetcher[request]
-                self._fetcher.seed_training(request)
-                yield batch
+                yield self._fetcher[request]
             return
         self._requests.start(requests)
         iterator = start_workers(self._loader)
@@ -160,7 +158,7 @@ class _Reader:
                 batch = next_batch(iterator, reading)
             except StopIteration:
                 return
-            self._fetcher.seed_training(sent[received])
+            self._fetcher.pass_over()
             received += 1
             yield batch
 
