@@ -112,8 +112,7 @@ def build_state(
     compile_options = recipe.train.compile
     model: Any = bare
     if compile_options is not False:
-        options = dict(compile_options) if isinstance(compile_options, Mapping) else {}
-        model = torch.compile(bare, **options)
+        model = _compiled(loaded, bare, compile_options)
     return TrainState(
         model=model,
         bare=bare,
@@ -132,6 +131,14 @@ def build_state(
         nonfinite_by_design=by_design,
         module_dtypes=modules,
     )
+
+
+def _compiled(loaded: LoadedRecipe, model: nn.Module, options: bool | Mapping[str, Any]) -> Any:
+    try:
+        return torch.compile(model, **(options if isinstance(options, Mapping) else {}))
+    except (RuntimeError, TypeError, ValueError) as error:
+        message = f"torch.compile refused its arguments: {error}"
+        raise _error(loaded, "train.compile", message) from error
 
 
 def _build_train_data(loaded: LoadedRecipe, device: torch.device) -> TrainData:

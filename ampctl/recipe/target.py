@@ -292,12 +292,20 @@ def _run(plan: Any, context: _Context) -> Any:
 def _is_users_own(error: Exception) -> bool:
     """Tell whether an exception was raised in a file that is neither installed nor ampctl's."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    innermost = Path(next(file for file in reversed(files) if not file.startswith("<"))).resolve()
+    innermost = next(file for file in reversed(files) if not file.startswith("<"))
+    return is_users_own_file(Path(innermost))
+
+
+def is_users_own_file(file: Path) -> bool:
+    """Tell whether a source file is neither the standard library's, installed, nor ampctl's."""
+    if f"{file}".startswith("<"):  # made at run time
+        return False
+    file = file.resolve()
     paths = sysconfig.get_paths()
     libraries = [Path(paths[name]).resolve() for name in ("stdlib", "purelib", "platlib")]
-    is_installed = {"site-packages", "dist-packages"} & set(innermost.parts)
+    is_installed = {"site-packages", "dist-packages"} & set(file.parts)
     ours = Path(__file__).resolve().parents[1]
-    return not is_installed and not any(innermost.is_relative_to(p) for p in [*libraries, ours])
+    return not is_installed and not any(file.is_relative_to(p) for p in [*libraries, ours])
 
 
 def _import(name: str) -> types.ModuleType | None:

@@ -7,10 +7,13 @@ from itertools import islice
 from typing import Any
 
 from ampctl.build import Job, build_job
+from ampctl.data.loader import EvalData
+from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import examine
 from ampctl.errors import NumericsError, Problem, RecipeError
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.target import import_from_current_folder
+from ampctl.state import StepReport
 from ampctl.step import settle, train_step
 from ampctl.train.evaluate import evaluate
 
@@ -25,13 +28,9 @@ def check_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
     state = job.state
     try:
         window, samples = next(iter(job.train_data.windows(0, 0)))
-        train_step(state, window, measure=True)
-        report = settle(state)
-        assert report is not None, "a step was just taken"
-        if not math.isfinite(report.loss):
-            raise NumericsError(_not_finite(job, window, report.loss))
+        report = _first_step(job, window)
         if job.eval_data is not None:
-            _check_monitors(job, evaluate(state, islice(job.eval_data, 1)) or {})
+            _check_monitors(job, _first_evaluation(job, job.eval_data))
     finally:
         job.train_data.close()
         if job.eval_data is not None:
@@ -47,6 +46,31 @@ def check_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
         + ("skipped: non-finite gradient" if report.skipped else f"grad {report.grad_norm:.4g}"),
         "verdict": "ready to train",
     }
+
+
+def _first_step(job: Job, window: list[Any]) -> StepReport:
+    try:
+        train_step(job.state, window, measure=True)
+        report = settle(job.state)
+    except Exception as error:
+        told = in_words(error, job.state.bare, window, doing="the first step")
+        if told is None:
+            raise
+        raise told from error
+    assert report is not None, "a step was just taken"
+    if not math.isfinite(report.loss):
+        raise NumericsError(_not_finite(job, window, report.loss))
+    return report
+
+
+def _first_evaluation(job: Job, data: EvalData) -> dict[str, float]:
+    try:
+        return evaluate(job.state, islice(data, 1)) or {}
+    except Exception as error:
+        told = in_words(error, job.state.bare, (), doing="the evaluation")
+        if told is None:
+            raise
+        raise told from error
 
 
 def _not_finite(job: Job, window: list[Any], loss: float) -> str:

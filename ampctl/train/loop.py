@@ -14,8 +14,9 @@ from ampctl.checkpoint.file import FORMAT, VERSION
 from ampctl.checkpoint.store import Store
 from ampctl.data.workers import WorkerError
 from ampctl.distributed.env import StopSignals
+from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import Diagnosis, examine
-from ampctl.errors import NumericsError, RecipeError
+from ampctl.errors import NumericsError, Problem, RecipeError
 from ampctl.monitor import Patience, is_better
 from ampctl.state import Progress, StepReport
 from ampctl.step import settle, train_step
@@ -90,7 +91,13 @@ def _epoch(run: Run) -> None:
     epoch = progress.epoch
     steps_per_epoch = job.train_data.steps_per_epoch
     for window, samples in job.train_data.windows(epoch, progress.batch_in_epoch):
-        report = train_step(state, window, measure=log.is_due(progress.step + 1))
+        try:
+            report = train_step(state, window, measure=log.is_due(progress.step + 1))
+        except Exception as error:
+            told = in_words(error, state.bare, window, doing=f"step {progress.step + 1}")
+            if told is None:
+                raise
+            raise told from error
         run.windows.append((progress.step, window))
         progress.batch_in_epoch += 1
         progress.samples += samples
@@ -223,7 +230,14 @@ def _evaluate(run: Run) -> None:
             shown.advance()
             return run.signals.received is None
 
-        metrics = evaluate(run.job.state, data, proceed=proceed)
+        try:
+            metrics = evaluate(run.job.state, data, proceed=proceed)
+        except Exception as error:
+            doing = f"the evaluation after step {progress.step}"
+            told = in_words(error, run.job.state.bare, (), doing=doing)
+            if told is None:
+                raise
+            raise told from error
     if metrics is None:
         return
     progress.evaluated_step = progress.step
@@ -257,8 +271,6 @@ def _require_metric(run: Run, key: str, monitor: str, metrics: dict[str, float])
     """Stop, with the state saved, over a metric that the task does not give."""
     if monitor in metrics:
         return
-    from ampctl.errors import Problem
-
     _save(run)
     run.store.wait()
     where = run.job.loaded.place(key)

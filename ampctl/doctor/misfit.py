@@ -1,0 +1,88 @@
+"""Errors that torch raises over parts of a recipe that do not fit each other, put into words."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampctl.errors import AmpctlError, MachineError, UsageError
+from ampctl.recipe.target import is_users_own_file
+
+# Parts that a recipe names; an error raised anywhere else in ampctl is a fault of ampctl.
+_PARTS = tuple(Path(__file__).parents[1] / name for name in ("models", "tasks.py", "data"))
+
+
+def in_words(
+    error: Exception, model: nn.Module, batches: Sequence[Any], *, doing: str
+) -> AmpctlError | None:
+    """Return an error in words, or None if it is to be raised as it is.
+
+    As it is: an error that is in words, and a fault of ampctl or of the user's own code, whose
+    author needs the traceback (a file of the user's own is among its frames). ``doing`` says what
+    was going on (``step 12``), ``batches`` what it was about. The traceback of an error that is put
+    into words goes to the run's log file.
+    """
+    if isinstance(error, AmpctlError):
+        return None
+    if isinstance(error, torch.OutOfMemoryError):
+        return MachineError(
+            f"{doing}: out of memory: {error}\n"
+            "    Lower data.micro_batch_size: gradients accumulate, and the step stays the same."
+        )
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [Path(frame.f_code.co_filename) for frame in frames]
+    if any(is_users_own_file(file) for file in files):
+        return None
+    package = Path(__file__).parents[1]
+    innermost = files[-1]
+    if innermost.is_relative_to(package) and not any(innermost.is_relative_to(p) for p in _PARTS):
+        return None
+    log = logging.getLogger("ampctl")
+    if log.hasHandlers():  # else Python would print it
+        log.error("%s failed", doing, exc_info=error)
+    shapes = "; ".join(_shapes(batch) for batch in batches[:1]) or "none"
+    return UsageError(
+        f"{doing} failed in {_place(frames, model)}: {type(error).__name__}: {error}\n"
+        f"    The batch is {shapes}. Parts of the recipe do not fit each other: compare model, "
+        "task, data and optimizer."
+    )
+
+
+def _place(frames: Sequence[FrameType], model: nn.Module) -> str:
+    """Name the innermost module of the model that was running, or else the function."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for frame in reversed(frames):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            name = names[id(module)]
+            kind = type(module).__name__
+            return f"model.{name} ({kind})" if name else f"model ({kind})"
+    for frame in reversed(frames):
+        owner = frame.f_locals.get("self")
+        if owner is not None:
+            return f"{type(owner).__name__}.{frame.f_code.co_name}"
+    return frames[-1].f_code.co_name
+
+
+def _shapes(batch: Any) -> str:
+    return f"({', '.join(_leaves(batch))})"
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, Tensor):
+        yield f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield f"{name}: {', '.join(_leaves(part))}"
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield type(value).__name__
