@@ -16,7 +16,7 @@ from ampctl.data.workers import WorkerError
 from ampctl.distributed.env import StopSignals
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import Diagnosis, examine
-from ampctl.errors import NumericsError, Problem, RecipeError
+from ampctl.errors import NumericsError, Problem, RecipeError, UsageError
 from ampctl.monitor import Patience, is_better
 from ampctl.state import Progress, StepReport
 from ampctl.step import settle, train_step
@@ -41,7 +41,6 @@ class Run:
     saved_at: float = field(default_factory=time.monotonic)
     windows: deque[tuple[int, list[Any]]] = field(default_factory=lambda: deque(maxlen=2))
     scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SCALES_SHOWN))
-    diagnosis: Diagnosis | None = None
 
     @property
     def progress(self) -> Progress:
@@ -112,6 +111,8 @@ def _epoch(run: Run) -> None:
             if ended or finished(job):
                 return
     if steps_per_epoch is None:
+        if not progress.samples:
+            raise UsageError("data.train: the iterable data set gave no sample")
         progress.epoch, progress.batch_in_epoch = epoch + 1, 0
         _boundary(run, epoch_ended=True)
 
@@ -190,7 +191,7 @@ def _take(run: Run, report: StepReport) -> None:
     if amp.nonfinite == "skip" and report.consecutive_skips < amp.max_skips:
         return
     window = next((batches for step, batches in run.windows if step == report.step), [])
-    run.diagnosis = diagnosis = examine(run.job.state, window)
+    diagnosis = examine(run.job.state, window)
     run.log.diagnosis(
         report.step,
         cause=diagnosis.cause,
