@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
 from ampctl import optim, rng
@@ -29,11 +28,11 @@ from ampctl.plain import nonfinite
 from ampctl.preflight import refuse_unknown_targets, refuse_unsupported
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET, Recipe
-from ampctl.recipe.target import build, locate
+from ampctl.recipe.target import build, locate, parameters_of
 from ampctl.state import TrainState
 from ampctl.tasks import as_task
 
-_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_FUSED_DEVICES = ("cpu", "cuda", "xpu")  # the kernels of MPS do not look at found_inf
 _FUSED_CHOICES = ("fused", "foreach", "capturable", "differentiable")
 
 
@@ -64,11 +63,14 @@ def build_job(loaded: LoadedRecipe) -> Job:
     recipe = loaded.recipe
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.amp.dtype, device, cache_enabled=recipe.amp.cache_enabled)
+    if device.type in ("cuda", "xpu"):
+        # Events, generators and kernels of libraries go to the current device unless told.
+        torch.get_device_module(device).set_device(device.index or 0)
     if recipe.train.deterministic:
         # cuBLAS reads this when it is first used; without it torch refuses matrix products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(recipe.train.deterministic)
     rng.seed_everything(recipe.seed)
     train_data = _build_train_data(loaded, device)
     eval_data = build_eval_data(loaded, device)
@@ -109,6 +111,16 @@ def build_state(
     optim.make_skippable(optimizer)
     optim.check_optimizer(optimizer, dtype="float16" if scaling else precision.name, model=bare)
     by_design = frozenset(nonfinite(bare.state_dict()))
+    half = (torch.float16, torch.bfloat16)
+    low = [n for n, p in bare.named_parameters() if p.requires_grad and p.dtype in half]
+    if recipe.train.ema_decay and low:
+        raise _error(
+            loaded,
+            "train.ema_decay",
+            f"{len(low)} parameters are in half precision ({low[0]}, ...), where an average stands "
+            "still",
+            "load the model in float32; autocast casts it where that is safe",
+        )
     compile_options = recipe.train.compile
     model: Any = bare
     if compile_options is not False:
@@ -227,8 +239,7 @@ def _build_optimizer(
     """Build the optimizer over named parameters, fused where the device has such a kernel."""
     block = dict(loaded.recipe.optimizer)
     globs = block.pop("groups", None)
-    target = locate(block[TARGET])
-    signature = inspect.signature(target).parameters if callable(target) else {}
+    signature = parameters_of(locate(block[TARGET]))
     options = set(signature) - {"params"}
     default = getattr(signature.get("weight_decay"), "default", None)
     groups = optim.parameter_groups(
@@ -272,6 +283,8 @@ def _build_learning_rate(
     if total_steps is not None:
         provide["total_steps"] = total_steps
     schedule = build(block, key="scheduler", origins=loaded.origins, provide=provide)
+    if isinstance(schedule, ReduceLROnPlateau) and loaded.recipe.data.eval is None:
+        raise _error(loaded, "scheduler", "ReduceLROnPlateau needs data.eval")
     if isinstance(schedule, LRScheduler):
         return TorchSchedule(optimizer, schedule)
     if not callable(schedule):

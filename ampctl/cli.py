@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ampctl import __version__
-from ampctl.errors import AmpctlError, InterruptedRunError, MachineError
+from ampctl.errors import AmpctlError, InterruptedRunError, MachineError, UsageError
 
 app = typer.Typer(
     name="ampctl",
@@ -42,11 +42,13 @@ RecipeArgument = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE ...]", help="Values that win over the recipe's."),
+    typer.Argument(metavar="KEY=VALUE", help="Values that win over the recipe's."),
 ]
 RunDir = Annotated[
     Path | None,
-    typer.Option("--run-dir", metavar="DIR", help="The run's folder.  [default: runs/NAME/TIME]"),
+    typer.Option(
+        "--run-dir", metavar="DIR", help="The run's folder.", show_default="runs/NAME/TIME"
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Warnings and the last lines only.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -99,7 +101,6 @@ def train(
 ) -> None:
     """Train a recipe."""
     with told():
-        from ampctl.errors import UsageError
         from ampctl.recipe.load import load_recipe
 
         _require_one_process()
@@ -220,7 +221,6 @@ def copy_recipe(
 ) -> None:
     """Copy a built-in recipe, to be changed; an existing file is left alone."""
     with told():
-        from ampctl.errors import UsageError
         from ampctl.recipe import builtin
 
         source = builtin.builtin_path(name)
@@ -244,5 +244,5 @@ def _print(facts: Any, lines: list[str], as_json: bool) -> None:
 
 
 def _require_one_process() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise MachineError("not supported yet: more than one process (WORLD_SIZE > 1)")

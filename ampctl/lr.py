@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ampctl.errors import CheckpointError
+
+FUNCTION = "function"
+"""The kind of a schedule that is a pure function of updates, in a checkpoint."""
+
+_PLAN = ("total_steps", "_schedule_phases")
+# What a torch scheduler has counted, apart from what it was told.
+_COUNTERS = ("last_epoch", "_step_count", "_last_lr", "best", "num_bad_epochs", "cooldown_counter")
 
 
 class LearningRate(Protocol):
@@ -24,8 +33,14 @@ class LearningRate(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
-    def load_state_dict(self, state: Mapping[str, Any], *, keep_base: bool) -> None:
-        """Restore a state; with ``keep_base`` the base rates of the recipe win over its own."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, updates: int, new_base: bool, new_plan: bool
+    ) -> None:
+        """Restore a state after ``updates`` updates, with the optimizer's state already loaded.
+
+        ``new_base``: the base rates of the recipe win over the saved ones; ``new_plan``: so do the
+        schedule's own constants. Raises CheckpointError for the state of another schedule.
+        """
 
 
 class FunctionSchedule:
@@ -54,13 +69,16 @@ class FunctionSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the update count and the base rates."""
-        return {"updates": self._updates, "base_lrs": list(self._base)}
+        return {"kind": FUNCTION, "updates": self._updates, "base_lrs": list(self._base)}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, keep_base: bool) -> None:
-        """Restore the update count, and the base rates unless the recipe's win."""
-        self._updates = int(state["updates"])
-        if not keep_base and len(state["base_lrs"]) == len(self._base):
-            self._base = list(state["base_lrs"])
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, updates: int, new_base: bool, new_plan: bool
+    ) -> None:
+        """Go on after ``updates`` updates; a pure function needs nothing else."""
+        self._updates = updates
+        saved = state["base_lrs"]
+        if not new_base and state["kind"] == FUNCTION and len(saved) == len(self._base):
+            self._base = list(saved)
         if self._factor is None:
             for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
                 group["lr"] = base
@@ -76,6 +94,8 @@ class TorchSchedule:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._plateau = isinstance(scheduler, ReduceLROnPlateau)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        self._base = [float(rate) for rate in getattr(scheduler, "base_lrs", rates)]
 
     def before_update(self) -> None:
         """The scheduler has set the rates when it was last stepped."""
@@ -91,25 +111,32 @@ class TorchSchedule:
             self._scheduler.step(value)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's own state."""
-        return dict(self._scheduler.state_dict())
+        """Return the scheduler's own state, its kind and the base rates."""
+        kind = type(self._scheduler).__name__
+        return {"kind": kind, "base_lrs": self._base, "state": dict(self._scheduler.state_dict())}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, keep_base: bool) -> None:
-        """Restore the scheduler's state; with ``keep_base`` rates are scaled to the recipe's."""
-        base = list(getattr(self._scheduler, "base_lrs", ()))
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, updates: int, new_base: bool, new_plan: bool
+    ) -> None:
+        """Restore the scheduler's state; a new base rate scales the present one."""
+        kind = type(self._scheduler).__name__
+        if state["kind"] != kind:
+            raise CheckpointError(
+                f"the checkpoint does not fit the recipe: its schedule is {state['kind']}, and "
+                f"{kind} cannot go on from that. Resume with the schedule it was saved with, or "
+                "with one of ampctl.schedules, which follow from the number of updates."
+            )
         own: dict[str, Any] = dict(self._scheduler.state_dict())
-        # OneCycleLR: a run that is made longer follows the new plan, from the same update on.
-        plan: dict[str, Any] = {
-            name: own[name] for name in ("total_steps", "_schedule_phases") if name in own
-        }
-        self._scheduler.load_state_dict(dict(state) | plan)
-        saved = list(getattr(self._scheduler, "base_lrs", ()))
-        if keep_base and base and len(base) == len(saved):
-            self._scheduler.base_lrs = base
-            for group, new, old in zip(self._optimizer.param_groups, base, saved, strict=True):
+        # A run that is made longer follows OneCycleLR's new plan, from the same update on.
+        kept = [name for name in own if name not in _COUNTERS] if new_plan else _PLAN
+        self._scheduler.load_state_dict(
+            dict(state["state"]) | {name: own[name] for name in kept if name in own}
+        )
+        if new_base and len(state["base_lrs"]) == len(self._base):
+            groups = self._optimizer.param_groups
+            for group, new, old in zip(groups, self._base, state["base_lrs"], strict=True):
                 group["lr"] = group["lr"] * new / old if old else new
-
-
-def current_rates(optimizer: Optimizer) -> Sequence[float]:
-    """Return the learning rate of each group as a float."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
+            if hasattr(self._scheduler, "base_lrs"):
+                self._scheduler.base_lrs = list(self._base)
+        else:
+            self._base = list(state["base_lrs"])

@@ -76,6 +76,9 @@ def without_effect(recipe: Recipe, *, dtype: str, scaling: bool) -> list[str]:
     if not scaling:
         reason = f"in {dtype}, which needs no loss scale"
         ignored[reason] = _changed("amp", recipe.amp, _SCALING)
+    elif recipe.amp.static:
+        moving = [name for name in _SCALING if name not in ("init_scale", "static")]
+        ignored["on a static scale"] = _changed("amp", recipe.amp, moving)
     if recipe.data.eval is None:
         ignored["without data.eval"] = [
             *_changed("data", recipe.data, ("eval_batch_size",)),

@@ -58,9 +58,14 @@ def get_state(device: torch.device | None = None) -> dict[str, Any]:
         },
         "torch": torch.default_generator.get_state(),
         "device": None,
+        "device_type": None,
     }
     if device is not None and device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state()
+        module = torch.get_device_module(device)
+        state["device"] = (
+            module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+        )
+        state["device_type"] = device.type
     return state
 
 
@@ -79,8 +84,12 @@ def set_state(state: Mapping[str, Any], device: torch.device | None = None) -> N
         )
     )
     torch.default_generator.set_state(state["torch"])
-    if device is not None and device.type != "cpu" and state["device"] is not None:
-        torch.get_device_module(device).set_rng_state(state["device"])
+    if device is not None and state.get("device_type") == device.type:
+        module = torch.get_device_module(device)
+        if device.type == "mps":
+            module.set_rng_state(state["device"])
+        else:
+            module.set_rng_state(state["device"], device)
 
 
 @contextmanager

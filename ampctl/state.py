@@ -19,6 +19,8 @@ from ampctl.lr import LearningRate
 from ampctl.recipe.schema import AmpConfig
 from ampctl.tasks import Task
 
+_KERNEL_CHOICES = ("fused", "foreach", "capturable", "differentiable")
+
 
 @dataclass
 class Progress:
@@ -37,7 +39,6 @@ class Progress:
     best_step: int | None = None
     early_stop_best: float | None = None
     early_stop_bad: int = 0
-    stopped_early: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,9 @@ class Pending:
         else:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._event = torch.get_device_module(values.device).Event()
-            self._event.record()
+            module = torch.get_device_module(values.device)
+            self._event = module.Event()
+            self._event.record(module.current_stream(values.device))
 
     def read(self) -> dict[str, float]:
         """Return the figures; waits for the copy if it is still under way."""
@@ -144,16 +146,30 @@ class TrainState:
         saved: Mapping[str, Any],
         *,
         notify: Callable[[str], None],
-        recipe_optimizer_wins: bool = False,
+        optimizer_changed: bool = False,
+        scheduler_changed: bool = False,
     ) -> None:
         """Restore everything from a checkpoint's dict.
 
-        ``recipe_optimizer_wins``: the recipe's optimizer block was changed on resuming, so its
-        hyperparameters replace the saved ones. Raises CheckpointError naming what does not fit.
+        ``optimizer_changed``, ``scheduler_changed``: the recipe's block was changed on resuming, so
+        its hyperparameters replace the saved ones. Raises CheckpointError naming what does not fit.
         """
+        lacking = [what for what, is_there in _inside(saved).items() if not is_there]
+        if lacking:
+            raise CheckpointError(
+                f"the checkpoint cannot be used: it lacks {', '.join(lacking)}; "
+                "name another one, or the run folder for its newest intact one"
+            )
         load_model(self.bare, saved["model"])
-        load_optimizer(self.optimizer, saved["optimizer"], recipe_wins=recipe_optimizer_wins)
-        self.learning_rate.load_state_dict(saved["scheduler"], keep_base=recipe_optimizer_wins)
+        load_optimizer(self.optimizer, saved["optimizer"], recipe_wins=optimizer_changed)
+        known = Progress.__dataclass_fields__
+        self.progress = Progress(**{k: v for k, v in saved["progress"].items() if k in known})
+        self.learning_rate.load_state_dict(
+            saved["scheduler"],
+            updates=self.progress.updates,
+            new_base=optimizer_changed,
+            new_plan=scheduler_changed,
+        )
         if self.ema is not None:
             if saved["ema"] is None:
                 notify("the checkpoint holds no EMA: it starts from the weights")
@@ -162,8 +178,10 @@ class TrainState:
             notify("the EMA in the checkpoint is dropped: train.ema_decay is not set")
         self.scaler.load_state_dict(saved["scaler"], notify)
         self.scale_on_host = float(self.scaler.current_scale)
-        known = Progress.__dataclass_fields__
-        self.progress = Progress(**{k: v for k, v in saved["progress"].items() if k in known})
+        if saved["rng"][0].get("device_type") != (
+            None if self.device.type == "cpu" else self.device.type
+        ):
+            notify("saved on another kind of device: random numbers on this one start anew")
         rng.set_state(saved["rng"][0], self.device)
 
 
@@ -197,14 +215,19 @@ def load_optimizer(
         {name: value for name, value in group.items() if name not in ("params", "param_names")}
         for group in own_groups
     ]
+    # How a step is computed was settled when the optimizer was built, for this device.
+    groups = [
+        {**group, **{name: fresh[name] for name in _KERNEL_CHOICES if name in fresh}}
+        for group, fresh in zip(state["param_groups"], own_groups, strict=True)
+    ]
     try:
-        optimizer.load_state_dict(dict(state))
+        optimizer.load_state_dict({**state, "param_groups": groups})
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(_fit_message("optimizer", [str(error)])) from error
     for group, fresh in zip(optimizer.param_groups, from_recipe, strict=True):
         for name, value in fresh.items():
-            # Keys that a scheduler adds (initial_lr) belong to the state, not to the recipe.
-            if recipe_wins or name not in group:
+            # The rate is the schedule's, which brings a new base rate to bear itself.
+            if name not in group or (recipe_wins and name not in ("lr", "initial_lr")):
                 group[name] = value
 
 
@@ -227,3 +250,23 @@ def _fit_message(part: str, lines: Sequence[str], shown: int = 8) -> str:
         f"the checkpoint does not fit the recipe: {part}\n{listing}{more}\n"
         f"Resume with the recipe that it was saved with, or start a new run."
     )
+
+
+def _inside(payload: Mapping[str, Any]) -> dict[str, bool]:
+    """Say of what a run cannot go on without whether it is there; the keys themselves are."""
+    groups = payload["optimizer"].get("param_groups")
+    counts = ("step", "updates", "skipped", "consecutive_skips", "epoch", "batch_in_epoch")
+    states = payload["rng"]
+    return {
+        "`optimizer.param_groups`": isinstance(groups, list) and all(map(_is_group, groups)),
+        "whole numbers in `progress`": all(
+            isinstance(payload["progress"].get(name), int) for name in counts
+        ),
+        "a state in `rng` for each rank": isinstance(states, list)
+        and bool(states)
+        and all(isinstance(s, dict) and {"python", "numpy", "torch"} <= s.keys() for s in states),
+    }
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and isinstance(group.get("params"), list)

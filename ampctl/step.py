@@ -56,7 +56,7 @@ def train_step(
     state.buffers.restore(found_inf)
 
     state.progress.step += 1
-    lr = float(state.optimizer.param_groups[0]["lr"])
+    lr = float(state.optimizer.param_groups[0]["lr"])  # sync: where somebody made it a tensor
     figures |= {"found_inf": found_inf, "loss": loss, "scale": state.scaler.current_scale}
     state.pending = Pending(state.progress.step, lr, figures)
     return before
@@ -100,9 +100,12 @@ def settle(state: TrainState) -> StepReport | None:
 def _forward_backward(state: TrainState, window: Sequence[Any]) -> Tensor:
     """Accumulate the scaled gradient of the window's mean loss; return that loss, in float32."""
     counts = [float(state.task.num_items(batch)) for batch in window] if len(window) > 1 else [1.0]
-    total = sum(counts) or 1.0
+    held = sum(counts)
+    total = held or 1.0
     mean: Tensor | None = None
     for batch, count in zip(window, counts, strict=True):
+        if held > 0 and count == 0:
+            continue  # it has no mean (all labels ignored, say), and weighs nothing
         batch = to_device(batch, state.device, channels_last=state.channels_last)
         with state.precision.autocast():
             loss = _scalar_loss(state, state.task.loss(state.model, batch))

@@ -173,7 +173,7 @@ def test_a_new_learning_rate_wins_on_resuming() -> None:
 def test_rs15_early_stop_patience_and_best_are_restored() -> None:
     stop = ("train.early_stop={patience: 2}", "optimizer.lr=0", "train.max_epochs=9")
     whole = train("whole", *stop)
-    assert last(whole)["progress"]["stopped_early"]
+    assert last(whole)["progress"]["early_stop_bad"] == 2
     step = last(whole)["progress"]["step"]
     again = resume(whole / "checkpoints/step-00000004.pt", run_dir="again")
     assert last(again)["progress"]["step"] == step

@@ -22,7 +22,8 @@ def gather(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
             # Uncoalesced entries of one row would be measured and clipped one by one.
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
-        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        if gradient.numel():  # some kernels refuse a tensor without elements
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     return list(groups.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -87,7 +88,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         parts = [_cast(part, dtype) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, dict):
-        return {name: _cast(part, dtype) for name, part in value.items()}
+        cast = copy.copy(value)  # a subclass (ModelOutput) stays one
+        for name, part in value.items():
+            cast[name] = _cast(part, dtype)
+        return cast
     return value
 
 

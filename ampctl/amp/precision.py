@@ -50,6 +50,13 @@ class Precision:
         return self._context
 
 
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
 def choose_precision(wanted: str, device: torch.device, *, cache_enabled: bool = True) -> Precision:
     """Settle the dtype for a device.
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctl.amp.precision import has_float64
 from ampctl.recipe.schema import AmpConfig
 
 Gradients = Sequence[Sequence[Tensor]]
@@ -49,9 +50,9 @@ class LossScaler:
     def unscale_(self, gradients: Gradients) -> None:
         """Divide gradients by the scale in place, and set ``found_inf`` if one is not finite."""
         self.found_inf.zero_()
-        inverse = self._scale.double().reciprocal().float() if self.enabled else self._one
+        inverse = self._inverse_scale() if self.enabled else self._one
         for group in gradients:
-            if group[0].dtype is torch.bfloat16 and not self.enabled:
+            if group[0].dtype is torch.bfloat16:
                 # The fused check has no bfloat16 kernel on CUDA. A largest absolute value is
                 # finite exactly if all values are, and cannot overflow.
                 filled = [gradient for gradient in group if gradient.numel()]
@@ -59,10 +60,17 @@ class LossScaler:
                     continue
                 largest = torch.stack(torch._foreach_norm(filled, float("inf")))
                 self.found_inf.add_(largest.isfinite().all().logical_not()).clamp_(max=1.0)
+                if self.enabled:
+                    torch._foreach_mul_(filled, inverse)
             else:
                 torch._amp_foreach_non_finite_check_and_unscale_(
                     list(group), self.found_inf, inverse
                 )
+
+    def _inverse_scale(self) -> Tensor:
+        if not has_float64(self._scale.device):
+            return self._scale.reciprocal()
+        return self._scale.double().reciprocal().float()
 
     def check_norm(self, norm: Tensor) -> None:
         """Count a norm that overflowed as non-finite: clipping by it would zero every gradient."""
@@ -70,7 +78,8 @@ class LossScaler:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step the optimizer unless ``found_inf``; a fused optimizer's own kernel decides."""
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        decides = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if decides and self.found_inf.device.type != "mps":  # MPS kernels do not look at it
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
             try:
@@ -155,9 +164,7 @@ class LossScaler:
                 f"starting at {config.init_scale:g}"
             )
             return
-        saved_scale = self._scale.new_tensor(
-            float(state["scale"])
-        )  # in the precision it is kept in
+        saved_scale = self._scale.new_tensor(float(state["scale"]))  # in float32, as it is kept
         saved_init = state.get("init_scale", config.init_scale)
         if saved_init != config.init_scale or config.static:
             if self._scale.ne(saved_scale).item():

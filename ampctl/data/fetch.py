@@ -26,13 +26,15 @@ class Fetcher:
 
     Seeding each sample costs more than reading a cheap one, so a batch is first read plainly; if
     that drew from a generator, it is undone and the batch is read again, sample by sample from
-    seeds of their own, and so are all batches from then on.
+    seeds of their own, and so are all batches from then on. What a ``__getitems__`` that makes the
+    batch itself draws (mixing samples, say) follows from the micro-batch's place.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
         self.draws = False
+        self._makes_batches = False
         self._probe = rng.DrawProbe()
         self._tensors = dataset.tensors if type(dataset) is TensorDataset else None
         self._getitems = getattr(dataset, "__getitems__", None)
@@ -66,9 +68,13 @@ class Fetcher:
         if self._getitems is None:
             return self._collate([self.dataset[index] for index in indices])
         samples = self._getitems(indices)
-        return self._collate(samples) if isinstance(samples, list) else samples
+        self._makes_batches = not isinstance(samples, list)
+        return samples if self._makes_batches else self._collate(samples)
 
     def _read_seeded(self, request: Request) -> Any:
+        if self._makes_batches:
+            rng.seed_host(rng.mix(self.seed, _SAMPLE_STREAM, request.epoch, request.position))
+            return self._read(request)
         samples = []
         for place, index in enumerate(request.indices.tolist(), start=request.position):
             rng.seed_host(rng.mix(self.seed, _SAMPLE_STREAM, request.epoch, place))

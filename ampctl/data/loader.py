@@ -5,6 +5,7 @@ the processes are ``workers``', iterable datasets are ``stream``'s.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ampctl.data.fetch import Fetcher, identity
+from ampctl.data.move import pinned
 from ampctl.data.order import Order, Request
 from ampctl.data.workers import end_workers, next_batch, start_worker, start_workers
 
@@ -60,7 +62,7 @@ class MapData:
 
     def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
         """Yield each step's micro-batches and its samples over all ranks."""
-        sizes = []
+        sizes: deque[int] = deque()
 
         def requests() -> Iterator[list[Request]]:
             for window in self.order.windows(epoch, first_step):
@@ -68,12 +70,10 @@ class MapData:
                 yield window
 
         batches = self._reader.read(chain.from_iterable(requests()))
-        step = first_step
-        while step < self.order.steps_per_epoch:
+        for step in range(first_step, self.order.steps_per_epoch):
             first = next(batches)
-            window = [first, *(next(batches) for _ in range(sizes[step - first_step] - 1))]
+            window = [first, *(next(batches) for _ in range(sizes.popleft() - 1))]
             yield window, self.order.samples_of_step(step)
-            step += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the length: the order follows from it, the seed and the progress."""
@@ -137,7 +137,8 @@ class _Reader:
     def read(self, requests: Iterator[Request]) -> Iterator[Any]:
         if self._loader is None:
             for request in requests:
-                yield self._fetcher[request]
+                batch = self._fetcher[request]
+                yield pinned(batch) if self._pin_memory else batch
             return
         self._requests.start(requests)
         iterator = start_workers(self._loader)
@@ -146,7 +147,7 @@ class _Reader:
         def reading(worker: int, num_workers: int) -> str:
             indices = [
                 index
-                for place, request in enumerate(sent[received:], start=received)
+                for place, request in enumerate(sent, start=received)
                 if place % num_workers == worker
                 for index in request.indices.tolist()
             ]
@@ -158,8 +159,9 @@ class _Reader:
                 batch = next_batch(iterator, reading)
             except StopIteration:
                 return
-            self._fetcher.pass_over()
+            sent.popleft()
             received += 1
+            self._fetcher.pass_over()
             yield batch
 
     def close(self) -> None:
@@ -169,14 +171,14 @@ class _Reader:
 
 
 class _Requests:
-    """The sampler of a DataLoader: whatever requests the current pass is to read."""
+    """The sampler of a DataLoader: the requests of the current pass; ``sent``: those under way."""
 
     def __init__(self) -> None:
-        self.sent: list[Request] = []
+        self.sent: deque[Request] = deque()
         self._source: Iterator[Request] = iter(())
 
     def start(self, source: Iterator[Request]) -> None:
-        self.sent = []
+        self.sent = deque()
         self._source = source
 
     def __iter__(self) -> Iterator[Request]:

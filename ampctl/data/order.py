@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +29,14 @@ class Request:
     epoch: int
     position: int
     indices: Tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As a tensor, the whole order that the indices are a part of would go to each worker.
+        return _request, (self.epoch, self.position, self.indices.numpy().copy())
+
+
+def _request(epoch: int, position: int, indices: np.ndarray[Any, Any]) -> Request:
+    return Request(epoch, position, torch.from_numpy(indices))
 
 
 @dataclass(frozen=True)

@@ -57,18 +57,23 @@ class StreamData:
     def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
         """Yield each step's micro-batches and its samples, from ``first_step`` of the epoch on."""
         skipped = 0 if self._restored else first_step
+        # Saved between two epochs: a dataset that goes on where it was may be at its end.
+        at_an_end = self._restored and self._generators is None
         if not self._restored:
             self._generators = None
         self._restored = False
         size = self._micro_batch_size
-        for step, samples in enumerate(self._batches(epoch)):
+        for step, samples in enumerate(self._batches(epoch, at_an_end=at_an_end)):
             if step < skipped or (self._drop_last and len(samples) < self._batch_size):
                 continue
             starts = range(0, len(samples), size)
             yield [self._collate(samples[low : low + size]) for low in starts], len(samples)
 
-    def _batches(self, epoch: int) -> Iterator[list[Any]]:
-        """Yield the samples of each step, drawn with the stream's generators in place."""
+    def _batches(self, epoch: int, *, at_an_end: bool) -> Iterator[list[Any]]:
+        """Yield the samples of each step, drawn with the stream's generators in place.
+
+        ``at_an_end``: the first iterator may be at its end already, and another one is then begun.
+        """
         samples: Iterator[Any] | None = None
         ended = False
         while not ended:
@@ -84,7 +89,10 @@ class StreamData:
                     try:
                         batch.append(self._next(samples))
                     except StopIteration:
-                        ended = True
+                        ended = not at_an_end
+                        if at_an_end:
+                            samples = self._open(epoch)
+                    at_an_end = False
                 self._generators = rng.get_state()
             if batch:
                 yield batch

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ampctl.errors import AmpctlError, MachineError, UsageError
 from ampctl.recipe.target import is_users_own_file
+from ampctl.tasks import Task
 
 # Parts that a recipe names; an error raised anywhere else in ampctl is a fault of ampctl.
+_NAMED = (nn.Module, torch.optim.Optimizer, LRScheduler, Task)
 _PARTS = tuple(Path(__file__).parents[1] / name for name in ("models", "tasks.py", "data"))
 
 
@@ -36,9 +39,14 @@ def in_words(
             f"{doing}: out of memory: {error}\n"
             "    Lower data.micro_batch_size: gradients accumulate, and the step stays the same."
         )
+    if isinstance(error, torch.AcceleratorError):
+        return MachineError(f"{doing}: the device failed: {error}")
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [Path(frame.f_code.co_filename) for frame in frames]
     if any(is_users_own_file(file) for file in files):
+        return None
+    in_a_part = any(isinstance(frame.f_locals.get("self"), _NAMED) for frame in frames)
+    if not in_a_part or isinstance(error, AssertionError):
         return None
     package = Path(__file__).parents[1]
     innermost = files[-1]

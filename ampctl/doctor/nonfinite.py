@@ -57,7 +57,11 @@ def examine(state: TrainState, window: Sequence[Any]) -> Diagnosis:
     ]
     inputs = [place for batch in window for place in _nonfinite_inputs(batch)]
     largest, name = max(
-        ((float(p.detach().abs().max()), name) for name, p in state.bare.named_parameters()),
+        (
+            (float(p.detach().abs().max()), name)
+            for name, p in state.bare.named_parameters()
+            if p.numel()
+        ),
         default=(0.0, ""),
     )
     facts = (

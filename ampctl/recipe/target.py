@@ -116,6 +116,14 @@ def build(
     return _run(plan, context)
 
 
+def parameters_of(target: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a callable by name; none if it does not tell them."""
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError, NameError):  # NameError: annotations that do not resolve
+        return {}
+
+
 def targets(recipe: Recipe) -> list[tuple[str, str]]:
     """Return the dotted key and import path of every block of a recipe, nested ones too."""
     return [(key, block[TARGET]) for key, block in blocks(to_plain(recipe))]
@@ -184,7 +192,7 @@ def _check(call: _Call, context: _Context) -> _Call:
     """Hold the arguments of a call against the signature, and make text what the types want."""
     try:
         signature = inspect.signature(call.function)
-    except (TypeError, ValueError):  # some built-in functions do not tell theirs
+    except (TypeError, ValueError, NameError):  # some built-in functions do not tell theirs
         return call
     parameters = signature.parameters.values()
     by_place = [

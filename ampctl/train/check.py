@@ -10,7 +10,7 @@ from ampctl.build import Job, build_job
 from ampctl.data.loader import EvalData
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import examine
-from ampctl.errors import NumericsError, Problem, RecipeError
+from ampctl.errors import NumericsError, Problem, RecipeError, UsageError
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.target import import_from_current_folder
 from ampctl.state import StepReport
@@ -27,7 +27,10 @@ def check_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
     job = build_job(loaded)
     state = job.state
     try:
-        window, samples = next(iter(job.train_data.windows(0, 0)))
+        first = next(iter(job.train_data.windows(0, 0)), None)
+        if first is None:
+            raise UsageError("data.train: the iterable data set gave no step")
+        window, samples = first
         report = _first_step(job, window)
         if job.eval_data is not None:
             _check_monitors(job, _first_evaluation(job, job.eval_data))

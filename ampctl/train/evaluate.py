@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampctl import rng
+from ampctl.amp.precision import has_float64
 from ampctl.data.move import to_device
 from ampctl.errors import UsageError
 from ampctl.state import TrainState
@@ -81,6 +82,6 @@ def _double(value: Tensor | float, device: torch.device) -> Tensor | float:
     if not isinstance(value, Tensor):
         return float(value)
     value = value.detach().reshape(())
-    if device.type == "mps":
+    if not has_float64(device):
         return float(value)  # sync: no float64 on this device
     return value.double()

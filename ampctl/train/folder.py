@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,18 @@ ROOT = Path("runs")
 
 
 def new_run_dir(name: str) -> Path:
-    """Return a folder for a new run, by name and local time, that no run has yet."""
+    """Make and return a folder for a new run, by name and local time, that no other run has."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = ROOT / name / stamp
-    number = 2
-    while folder.exists():
-        folder = ROOT / name / f"{stamp}-{number}"
-        number += 1
+    for number in count(2):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            folder = ROOT / name / f"{stamp}-{number}"
+        except OSError as error:
+            raise disk.fault(folder, error, 0) from error
+        else:
+            break
     return folder
 
 

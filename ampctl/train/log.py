@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -152,11 +154,9 @@ def _headroom(report: StepReport) -> float | None:
 
 
 def _memory_mb(device: torch.device) -> float:
-    """Return the peak memory so far, in MiB: the device's, or the process's on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    import resource
-    import sys
-
+    """Return the peak memory so far, in MiB: of CUDA or XPU, or else of the process."""
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        return float(module.max_memory_allocated(device)) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)

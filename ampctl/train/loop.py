@@ -10,7 +10,6 @@ from typing import Any
 
 from ampctl import plain
 from ampctl.build import Job
-from ampctl.checkpoint.file import FORMAT, VERSION
 from ampctl.checkpoint.store import Store
 from ampctl.data.workers import WorkerError
 from ampctl.distributed.env import StopSignals
@@ -75,7 +74,7 @@ def fit(run: Run) -> str:
 def finished(job: Job) -> str | None:
     """Return why a run is over, or None if it is not."""
     progress, limits = job.state.progress, job.recipe.train
-    if progress.stopped_early and job.recipe.train.early_stop is not None:
+    if limits.early_stop is not None and progress.early_stop_bad >= limits.early_stop.patience:
         return "early_stop"
     if limits.max_steps is not None and progress.step >= limits.max_steps:
         return "complete"
@@ -111,8 +110,11 @@ def _epoch(run: Run) -> None:
             if ended or finished(job):
                 return
     if steps_per_epoch is None:
-        if not progress.samples:
-            raise UsageError("data.train: the iterable data set gave no sample")
+        if not progress.batch_in_epoch:
+            raise UsageError(
+                f"data.train: the iterable data set gave no step in epoch {epoch}. Its __iter__ "
+                "must start anew each epoch, and hold a whole batch where data.drop_last is set."
+            )
         progress.epoch, progress.batch_in_epoch = epoch + 1, 0
         _boundary(run, epoch_ended=True)
 
@@ -264,7 +266,7 @@ def _early_stop(run: Run, metrics: dict[str, float]) -> None:
     patience = Patience(
         config.mode, config.patience, progress.early_stop_best, progress.early_stop_bad
     )
-    progress.stopped_early = patience.update(metrics[config.monitor])
+    patience.update(metrics[config.monitor])
     progress.early_stop_best, progress.early_stop_bad = patience.best, patience.bad
 
 
@@ -293,8 +295,6 @@ def _save(run: Run) -> None:
     job, state, progress = run.job, run.job.state, run.progress
     payload = plain.snapshot(
         {
-            "format": FORMAT,
-            "version": VERSION,
             **state.state_dict(),
             "data": job.train_data.state_dict(),
             "recipe": job.loaded.text,

@@ -66,7 +66,8 @@ def already_complete(job: Job, run_dir: Path, reason: str) -> list[str]:
 def _extend(job: Job, run_dir: Path) -> str:
     """Return the command that trains on: it lifts the limit that ended the run."""
     progress, train = job.state.progress, job.recipe.train
-    if progress.stopped_early:
+    early_stop = train.early_stop
+    if early_stop is not None and progress.early_stop_bad >= early_stop.patience:
         change = "train.early_stop=null"
     elif train.max_steps is not None and progress.step >= train.max_steps:
         change = f"train.max_steps={2 * train.max_steps}"

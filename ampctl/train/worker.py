@@ -12,7 +12,7 @@ from typing import Any
 from ampctl import environment
 from ampctl.build import Job, build_job
 from ampctl.checkpoint import lock
-from ampctl.checkpoint.store import Loaded, NoCheckpointError, Store, load
+from ampctl.checkpoint.store import NoCheckpointError, Store, load
 from ampctl.distributed.env import StopSignals
 from ampctl.errors import (
     AmpctlError,
@@ -42,7 +42,8 @@ _REASONS: dict[type[BaseException], str] = {
 class Origin:
     """The checkpoint that a run goes on from, and the recipe text that was saved in it."""
 
-    loaded: Loaded
+    path: Path
+    payload: dict[str, Any]
     saved_recipe: LoadedRecipe
 
 
@@ -57,10 +58,10 @@ def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bo
         folder.refuse_to_overwrite(where)
     notes: list[str] = []
     try:
-        with lock.hold(where):
+        with _stop_signals() as signals, lock.hold(where):
             origin = _newest(where, notes) if resume else None
             trust.record(loaded)
-            _run(loaded, where, origin, notes, quiet=quiet)
+            _run(loaded, where, origin, notes, signals, quiet=quiet)
     finally:
         if run_dir is None:
             folder.discard_unused(where)
@@ -81,7 +82,7 @@ def resume(
     """
     import_from_current_folder()
     notes: list[str] = []
-    with ExitStack() as held:
+    with _stop_signals() as signals, ExitStack() as held:
         if run_dir is None and folder.holds_run(source):
             # Before it is read: the run that holds it may be about to save a newer checkpoint.
             held.enter_context(lock.hold(source))
@@ -96,7 +97,8 @@ def resume(
         if run_dir is not None or not folder.holds_run(source):
             held.enter_context(lock.hold(where))
         trust.record(loaded)
-        _run(loaded, where, Origin(found, saved), notes, quiet=quiet)
+        origin = Origin(found.path, found.payload, saved)
+        _run(loaded, where, origin, notes, signals, quiet=quiet)
 
 
 def _newest(run_dir: Path, notes: list[str]) -> Origin | None:
@@ -105,27 +107,42 @@ def _newest(run_dir: Path, notes: list[str]) -> Origin | None:
         found = load(run_dir, notify=notes.append)
     except NoCheckpointError:
         return None
-    return Origin(found, parse_recipe(found.payload["recipe"], where=found.path.name))
+    saved = parse_recipe(found.payload["recipe"], where=found.path.name)
+    return Origin(found.path, found.payload, saved)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[StopSignals]:
+    """Heed signals from the start: before the first step there is nothing to save."""
+    with StopSignals() as signals:
+        try:
+            yield signals
+        except KeyboardInterrupt:
+            if signals.received is None:
+                raise
+            raise signals.error("before the first step, so that nothing is lost") from None
 
 
 def _run(
-    loaded: LoadedRecipe, run_dir: Path, origin: Origin | None, notes: list[str], *, quiet: bool
+    loaded: LoadedRecipe,
+    run_dir: Path,
+    origin: Origin | None,
+    notes: list[str],
+    signals: StopSignals,
+    *,
+    quiet: bool,
 ) -> None:
     console = Console(quiet=quiet)
     try:
         for note in notes:
             console.warn(note)
-        with StopSignals() as signals:
-            try:
-                job = _prepare(loaded, run_dir, origin, console)
-            except KeyboardInterrupt:
-                raise signals.error("before the first step, so that nothing is lost") from None
-            if job is not None:
-                facts = environment.collect(str(job.state.device))
-                folder.write_facts(run_dir, loaded.text, facts)
-                signals.training = True
-                with _log_file(run_dir):
-                    _fit(job, run_dir, origin, console, signals, facts)
+        job = _prepare(loaded, run_dir, origin, console)
+        if job is not None:
+            facts = environment.collect(str(job.state.device))
+            folder.write_facts(run_dir, loaded.text, facts)
+            signals.training = True
+            with _log_file(run_dir):
+                _fit(job, run_dir, origin, console, signals, facts)
     finally:
         console.close()
 
@@ -187,11 +204,12 @@ def _fit(
         log.stop(run.progress.step, _REASONS.get(type(error), "error"), code)
         raise
     finally:
-        job.train_data.close()
-        if job.eval_data is not None:
-            job.eval_data.close()
-        store.close()
-        log.close()
+        with ExitStack() as last:  # each is closed, whatever another one raises
+            last.callback(log.close)
+            last.callback(store.close)
+            last.callback(job.train_data.close)
+            if job.eval_data is not None:
+                last.callback(job.eval_data.close)
 
 
 def _end_saves(run: Run) -> None:
@@ -205,7 +223,7 @@ def _end_saves(run: Run) -> None:
 
 def _restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
     """Load the checkpoint into the job. Raises CheckpointError for what does not fit."""
-    payload = origin.loaded.payload
+    payload = origin.payload
     saved_recipe = origin.saved_recipe.recipe
     saved_data = payload["data"] or {}
     length = job.train_data.state_dict().get("num_samples")
@@ -221,9 +239,11 @@ def _restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
     job.state.load_state_dict(
         payload,
         notify=notify,
-        recipe_optimizer_wins=saved_recipe.optimizer != job.recipe.optimizer,
+        optimizer_changed=saved_recipe.optimizer != job.recipe.optimizer,
+        scheduler_changed=saved_recipe.scheduler != job.recipe.scheduler,
     )
     job.train_data.load_state_dict(saved_data)
+    payload.clear()  # or a second copy of the state would stay in memory for the whole run
     progress = job.state.progress
     steps_per_epoch = job.train_data.steps_per_epoch
     changed = saved_recipe.data.batch_size != job.recipe.data.batch_size
@@ -252,9 +272,9 @@ def _tell_start(run: Run, origin: Origin | None) -> None:
         "parameters": sum(p.numel() for p in state.bare.parameters()),
     }
     if origin is not None:
-        fields |= {"checkpoint": origin.loaded.path.name, "epoch": progress.epoch}
+        fields |= {"checkpoint": origin.path.name, "epoch": progress.epoch}
     event = "start" if origin is None else "resume"
-    lines = words.start(job, run.run_dir, origin.loaded.path if origin else None)
+    lines = words.start(job, run.run_dir, origin.path if origin else None)
     run.log.begin(event, progress.step, lines, **fields)
 
 
