@@ -179,3 +179,41 @@ class Series:
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
         return {"score": np.float64(self.values.pop(0)), "count": np.int64(3)}
+
+
+class Once(IterableDataset[tuple[Tensor, int]]):
+    """A stream whose iterator can be read a single time."""
+
+    def __init__(self, size: int = 12) -> None:
+        self.samples = iter([(torch.zeros(8) + i, i % 4) for i in range(size)])
+
+    def __iter__(self) -> Any:
+        return self.samples
+
+
+class Rewinding(IterableDataset[tuple[Tensor, int]]):
+    """A stream that goes on at its saved place, which is its end when an epoch is over."""
+
+    def __init__(self, size: int = 18) -> None:
+        self.size = size
+        self.position = self.start = 0
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        for i in range(start, self.size):
+            self.position = i + 1
+            yield torch.randn(8) + i % 4, i % 4
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = self.start = state["position"]
+
+
+class HalfNet(Net):
+    """Its weights are bfloat16 themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
