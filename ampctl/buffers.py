@@ -1,8 +1,9 @@
 """A model's buffers (BatchNorm statistics and the like), kept whole when a step is skipped.
 
 The scaler protects parameters only; the forward pass of a bad batch has already written into the
-running statistics. All buffers of one dtype become views of one flat tensor, so that a snapshot
-and a restore are one kernel each, however many layers there are, and need no host read.
+running statistics. Those of all normalisation layers become views of one flat tensor for each
+dtype, so that a snapshot and a restore are one kernel each, however many layers there are, and
+need no host read. Any other buffer stays the model's own tensor, which may be aliased or resized.
 """
 
 from __future__ import annotations
@@ -11,23 +12,28 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-
-@dataclass(frozen=True)
-class _Slot:
-    """One buffer: the modules that hold it (a shared one has several), and its flat view."""
-
-    owners: tuple[tuple[nn.Module, str], ...]
-    view: Tensor
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True)
 class _Flat:
-    """The buffers of one dtype on one device, and what they were before the step."""
+    """The statistics of one dtype on one device, and what they were before the step."""
 
     values: Tensor
     snapshot: Tensor
-    slots: tuple[_Slot, ...]
+    slots: tuple[tuple[nn.Module, str, Tensor], ...]
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A buffer that stays the model's own; ``snapshot`` is None for what no kernel can copy."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor | None
+    snapshot: Tensor | None
 
 
 class BufferGuard:
@@ -41,89 +47,97 @@ class BufferGuard:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._flats = _flatten(model)
-        self._loose = _loose(model)
+        self._start_over()
 
     def snapshot(self) -> None:
         """Remember the buffers as they are."""
-        if self._take_over_replaced():
+        if any(m._buffers.get(n) is not t for f in self._flats for m, n, t in f.slots) or any(
+            own.module._buffers.get(own.name) is not own.tensor
+            or (own.snapshot is not None and not _alike(own.tensor, own.snapshot))
+            for own in self._own
+        ):
             self._start_over()
+            return
         for flat in self._flats:
             flat.snapshot.copy_(flat.values)
+        for own in self._own:
+            if own.snapshot is not None and own.tensor is not None:
+                own.snapshot.copy_(own.tensor)
 
     def restore(self, found_inf: Tensor) -> None:
         """Put back the snapshot where ``found_inf`` (a float scalar on the device) is not 0."""
-        if self._take_over_replaced():
-            if found_inf.item():  # sync: no kernel chooses between tensors of two shapes
-                self._put_back_views()
-            else:
-                self._start_over()
         for flat in self._flats:
+            for module, name, view in flat.slots:
+                current = module._buffers.get(name)
+                if current is not view and current is not None and _alike(current, view):
+                    view.copy_(current.detach())
+                    module._buffers[name] = view
             bad = found_inf.to(flat.values.device).bool()
             torch.where(bad, flat.snapshot, flat.values, out=flat.values)
-
-    def _take_over_replaced(self) -> bool:
-        """Copy tensors that replaced a view into it; return whether one does not fit its view."""
-        unfit = False
-        for flat in self._flats:
-            for slot in flat.slots:
-                for module, name in slot.owners:
-                    current = module._buffers.get(name)
-                    if current is slot.view:
-                        continue
-                    # A shared view would hand the new values to its other owners, too.
-                    if current is None or len(slot.owners) > 1 or not _alike(current, slot.view):
-                        unfit = True
-                        continue
-                    slot.view.copy_(current.detach())
-                    module._buffers[name] = slot.view
-        return unfit or any(module._buffers.get(name) is not b for module, name, b in self._loose)
+        for own in self._own:
+            current = own.module._buffers.get(own.name)
+            if current is not None and _alike(current, own.snapshot):
+                assert own.snapshot is not None, "what is alike is there"
+                bad = found_inf.to(current.device).bool()
+                torch.where(bad, own.snapshot, current.detach(), out=current.detach())
+            elif (current is not own.tensor or own.snapshot is not None) and found_inf.item():
+                _put_back(own)  # sync: no kernel chooses between tensors of two shapes
 
     def _start_over(self) -> None:
-        self._flats = _flatten(self._model)
-        self._loose = _loose(self._model)
+        """Take the model's buffers as they are now; the snapshot too is of now."""
+        statistics: list[tuple[nn.Module, str, Tensor | None]] = []
+        others: list[tuple[nn.Module, str, Tensor | None]] = []
+        seen: dict[int, int] = {}
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                seen[id(buffer)] = seen.get(id(buffer), 0) + 1
+                is_statistic = isinstance(module, _NormBase) and name in _STATISTICS
+                (statistics if is_statistic else others).append((module, name, buffer))
+        flat = [s for s in statistics if s[2] is not None and seen[id(s[2])] == 1]
+        others += [s for s in statistics if s[2] is None or seen[id(s[2])] > 1]
+        self._flats = _flatten(flat)
+        self._own = [
+            _Own(module, name, buffer, _copy(buffer) if _is_dense(buffer) else None)
+            for module, name, buffer in others
+        ]
 
-    def _put_back_views(self) -> None:
-        for flat in self._flats:
-            for slot in flat.slots:
-                for module, name in slot.owners:
-                    module._buffers[name] = slot.view
-        for module, name, buffer in self._loose:
-            module._buffers[name] = buffer
+
+def _put_back(own: _Own) -> None:
+    if own.tensor is not None and own.snapshot is not None:
+        if not _alike(own.tensor, own.snapshot):
+            own.tensor.detach().resize_(own.snapshot.shape)
+        own.tensor.detach().copy_(own.snapshot)
+    own.module._buffers[own.name] = own.tensor
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _is_dense(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.layout is torch.strided
+
+
+def _copy(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return False
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 
 
-def _loose(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None]]:
-    """List the buffers that no flat tensor holds: those not filled yet, and sparse ones."""
-    return [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is None or buffer.layout is not torch.strided
-    ]
-
-
-def _flatten(model: nn.Module) -> list[_Flat]:
-    """Move the model's dense buffers into flat tensors, one for each device and dtype."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    groups: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.layout is torch.strided:
-                owners.setdefault(id(buffer), []).append((module, name))
-                groups.setdefault((buffer.device, buffer.dtype), {})[id(buffer)] = buffer
+def _flatten(buffers: list[tuple[nn.Module, str, Tensor | None]]) -> list[_Flat]:
+    """Move statistics into flat tensors, one for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[nn.Module, str, Tensor]]] = {}
+    for module, name, buffer in buffers:
+        assert buffer is not None, "statistics that are not there are not flattened"
+        groups.setdefault((buffer.device, buffer.dtype), []).append((module, name, buffer))
     flats = []
-    for buffers in groups.values():
-        values = torch.cat([buffer.detach().reshape(-1) for buffer in buffers.values()])
-        parts = torch.split(values, [buffer.numel() for buffer in buffers.values()])
+    for group in groups.values():
+        values = torch.cat([buffer.detach().reshape(-1) for _, _, buffer in group])
+        parts = torch.split(values, [buffer.numel() for _, _, buffer in group])
         slots = []
-        for (key, buffer), part in zip(buffers.items(), parts, strict=True):
+        for (module, name, buffer), part in zip(group, parts, strict=True):
             view = part.view(buffer.shape)
-            for module, name in owners[key]:
-                module._buffers[name] = view
-            slots.append(_Slot(tuple(owners[key]), view))
+            module._buffers[name] = view
+            slots.append((module, name, view))
         flats.append(_Flat(values, values.clone(), tuple(slots)))
     return flats

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
@@ -90,6 +91,10 @@ def build_model(loaded: LoadedRecipe, device: torch.device) -> nn.Module:
     if not isinstance(model, nn.Module):
         found = type(model).__name__
         raise _error(loaded, "model", f"{recipe.model[TARGET]} gave a {found}, not an nn.Module")
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        message = f"{lazy[0]} has no shape before the first batch"
+        raise _error(loaded, "model", message, "give the sizes: nn.Linear instead of nn.LazyLinear")
     model = model.to(device)
     if recipe.train.channels_last:
         model = model.to(memory_format=torch.channels_last)

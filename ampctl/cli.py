@@ -65,10 +65,6 @@ def told() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(InterruptedRunError.exit_code) from None
-    except BrokenPipeError:
-        # The reader of a pipe has what it wanted (`ampctl show digits | head`).
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
 
 
 def _version(asked: bool) -> None:
@@ -173,7 +169,7 @@ def schema() -> None:
     with told():
         from ampctl.recipe.json_schema import json_schema
 
-        typer.echo(json.dumps(json_schema(), indent=2))
+        _echo(json.dumps(json_schema(), indent=2))
 
 
 @app.command()
@@ -209,7 +205,7 @@ def show_recipe(name: Annotated[str, typer.Argument(help="The recipe's name.")])
     with told():
         from ampctl.recipe import builtin
 
-        typer.echo(builtin.builtin_path(name).read_text(encoding="utf-8").rstrip())
+        _echo(builtin.builtin_path(name).read_text(encoding="utf-8").rstrip())
 
 
 @recipes_app.command("copy")
@@ -236,13 +232,17 @@ def copy_recipe(
 
 
 def _print(facts: Any, lines: list[str], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2, default=str))
-    else:
-        for line in lines:
-            typer.echo(line)
+    _echo(json.dumps(facts, indent=2, default=str) if as_json else "\n".join(lines))
+
+
+def _echo(text: str) -> None:
+    try:
+        typer.echo(text)
+    except BrokenPipeError:
+        # The reader of a pipe has what it wanted (`ampctl show digits | head`).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _require_one_process() -> None:
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if (os.environ.get("WORLD_SIZE") or "1") != "1":
         raise MachineError("not supported yet: more than one process (WORLD_SIZE > 1)")

@@ -24,9 +24,17 @@ class WeightAverage:
         self._average = [weight.detach().clone() for weight in self._weights]
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Move the average towards the present weights by one step."""
-        torch._foreach_lerp_(self._average, list(self._weights), 1.0 - self.decay)
+    def update(self, found_inf: Tensor) -> None:
+        """Move the average towards the present weights, unless ``found_inf`` says it is a skip.
+
+        ``found_inf`` is a scalar on the device, so that the host need not wait: a weight of 0
+        leaves the average as it is.
+        """
+        share = (1.0 - self.decay) * (1.0 - found_inf)
+        shares = {dtype: share.to(dtype) for dtype in {w.dtype for w in self._weights}}
+        weights = list(self._weights)
+        per_weight: Any = [shares[weight.dtype] for weight in weights]  # the stub has numbers only
+        torch._foreach_lerp_(self._average, weights, per_weight)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

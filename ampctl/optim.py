@@ -20,6 +20,7 @@ Group = dict[str, Any]
 
 NORM_CLASS = re.compile(r"norm(\d?d)?$", re.IGNORECASE)
 FEW = 5
+SHOWN = ("lr", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,7 @@ def describe_groups(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     lines = []
     for group in groups:
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
-        options = [
-            f"{name}={value}"
-            for name, value in group.items()
-            if name not in ("params", "param_names")
-        ]
+        options = [f"{name} {group[name]:.3g}" for name in SHOWN if group.get(name) is not None]
         lines.append(
             f"tensors {len(tensors)}, parameters {sum(tensor.numel() for tensor in tensors):,}: "
             + (", ".join(options) or "the optimizer's own options")

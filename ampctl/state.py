@@ -45,8 +45,8 @@ class Progress:
 class StepReport:
     """What became of one step, once the host knows.
 
-    ``loss`` is the mean over the step's items, ``lr`` the first group's rate; ``scale_before`` was
-    used by the step, ``scale_after`` is used by the next. Where they were measured, else None:
+    ``loss`` is the mean over the step's items, ``lr`` the largest group's rate; ``scale_before``
+    was used by the step, ``scale_after`` is used by the next. Where measured, else None:
     ``grad_norm``, the 2-norm of the unscaled gradient before clipping; ``underflow``, the share of
     gradient values that float16 loses at this scale; ``largest``, the largest scaled one.
     """
@@ -119,9 +119,13 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     pending: Pending | None = None
     scale_on_host: float = 1.0
+    largest_group: int = 0
 
     def __post_init__(self) -> None:
         self.scale_on_host = float(self.scaler.current_scale)
+        groups = self.optimizer.param_groups
+        sizes = [sum(p.numel() for p in group["params"]) for group in groups]
+        self.largest_group = sizes.index(max(sizes))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this state, by the contract's keys.
@@ -224,11 +228,24 @@ def load_optimizer(
         optimizer.load_state_dict({**state, "param_groups": groups})
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(_fit_message("optimizer", [str(error)])) from error
+    _put_back_dtypes(optimizer, state)
     for group, fresh in zip(optimizer.param_groups, from_recipe, strict=True):
         for name, value in fresh.items():
             # The rate is the schedule's, which brings a new base rate to bear itself.
             if name not in group or (recipe_wins and name not in ("lr", "initial_lr")):
                 group[name] = value
+
+
+def _put_back_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Undo that torch casts an optimizer's state to its parameter's dtype (NAdam's products)."""
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        for name, saved in state["state"].get(index, {}).items():
+            loaded = optimizer.state[parameter].get(name)
+            both = isinstance(saved, Tensor) and isinstance(loaded, Tensor)
+            if both and loaded.dtype != saved.dtype:
+                optimizer.state[parameter][name] = saved.to(loaded.device)
 
 
 def _group_difference(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> list[str]:

@@ -54,16 +54,19 @@ def train_step(
     found_inf = state.scaler.found_inf
     state.scaler.update()
     state.buffers.restore(found_inf)
+    if state.ema is not None:
+        state.ema.update(found_inf)
 
     state.progress.step += 1
-    lr = float(state.optimizer.param_groups[0]["lr"])  # sync: where somebody made it a tensor
+    group = state.optimizer.param_groups[state.largest_group]
+    lr = float(group["lr"])  # sync: where somebody made it a tensor
     figures |= {"found_inf": found_inf, "loss": loss, "scale": state.scaler.current_scale}
     state.pending = Pending(state.progress.step, lr, figures)
     return before
 
 
 def settle(state: TrainState) -> StepReport | None:
-    """Learn what became of the last step, and let schedule, EMA and counters follow it.
+    """Learn what became of the last step, and let schedule and counters follow it.
 
     ``found_inf`` alone tells: a skipped step moves the skip counters and nothing else.
     """
@@ -80,8 +83,6 @@ def settle(state: TrainState) -> StepReport | None:
         progress.updates += 1
         progress.consecutive_skips = 0
         state.learning_rate.updated()
-        if state.ema is not None:
-            state.ema.update()
     scale_before, state.scale_on_host = state.scale_on_host, figures["scale"]
     return StepReport(
         step=pending.step,
@@ -123,7 +124,7 @@ def _scalar_loss(state: TrainState, output: Tensor | tuple[Tensor, Any]) -> Tens
     if not isinstance(loss, Tensor) or loss.ndim:
         found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(
-            f"task: {type(state.task).__name__}.loss must return a scalar tensor, the mean over "
+            f"task: {state.task.name}.loss must return a scalar tensor, the mean over "
             f"the batch; found {found}"
         )
     if not loss.requires_grad:

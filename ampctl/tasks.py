@@ -23,6 +23,11 @@ IGNORE_INDEX = -100
 class Task(ABC):
     """What is to be learned: one object that reads a batch; it holds no state of the training."""
 
+    @property
+    def name(self) -> str:
+        """What the task is called in messages."""
+        return type(self).__name__
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Any]:
         """Return the mean loss of the batch's items, a scalar; and what ``metrics`` needs."""
@@ -190,10 +195,15 @@ class _Adapted(Task):
     """A task that somebody wrote without inheriting from Task."""
 
     def __init__(self, inner: Any) -> None:
+        self._inner = type(inner).__name__
         self._loss = inner.loss
         self._metrics = getattr(inner, "metrics", super().metrics)
         self._num_items = getattr(inner, "num_items", super().num_items)
         self._summary = getattr(inner, "summary", super().summary)
+
+    @property
+    def name(self) -> str:
+        return self._inner
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Any]:
         result: Tensor | tuple[Tensor, Any] = self._loss(model, batch)

@@ -182,12 +182,12 @@ def test_torch_takes_the_groups_and_keeps_the_names(globs):
 def test_groups_are_described_by_counts_and_options():
     groups = parameter_groups(Net(), {"embedding.*": {"lr": 0.5}}, weight_decay=0.1)
     assert describe_groups(groups) == [
-        "tensors 1, parameters 20: lr=0.5",
+        "tensors 1, parameters 20: lr 0.5",
         "tensors 2, parameters 21: the optimizer's own options",
-        "tensors 9, parameters 42: weight_decay=0.0",
+        "tensors 9, parameters 42: weight_decay 0",
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    assert describe_groups(optimizer.param_groups)[0].startswith("tensors 1, parameters 20: lr=0.5")
+    assert describe_groups(optimizer.param_groups)[0].startswith("tensors 1, parameters 20: lr 0.5")
 
 
 def test_op1_trainable_float16_parameters_are_named():

@@ -47,7 +47,9 @@ def hold(run_dir: Path) -> Iterator[None]:
 def _open(run_dir: Path) -> int:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return os.open(
+            run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+        )
     except FileExistsError as error:
         raise UsageError(f"{run_dir} is a file; --run-dir names a folder") from error
     except OSError as error:

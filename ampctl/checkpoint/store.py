@@ -221,6 +221,28 @@ def retained(
     return [e for e in entries if e.file in kept]
 
 
+def abandon_after(run_dir: Path, entry: Entry) -> list[str]:
+    """Take what was saved after ``entry`` out of a run that goes back to it; return the new names.
+
+    The files stay, as ``abandoned-step-*.pt``: of a way that was not taken, they must be neither
+    the newest nor the best. Whoever calls this holds the lock of the run folder.
+    """
+    entries = read_index(run_dir)
+    places = [place for place, other in enumerate(entries) if other == entry]
+    if not places:
+        return []
+    kept, later = entries[: places[0] + 1], entries[places[0] + 1 :]
+    later = [other for other in later if other.file not in {e.file for e in kept}]
+    if not later:
+        return []
+    folder = run_dir / FOLDER
+    write_index(folder, kept)
+    for other in later:
+        os.replace(folder / other.file, folder / f"abandoned-{other.file}")
+    disk.sync_folder(folder)
+    return [f"abandoned-{other.file}" for other in later]
+
+
 def load(source: Path, *, notify: Notify) -> Loaded:
     """Read the newest intact finite checkpoint of a run folder, or the one file named.
 
@@ -238,7 +260,8 @@ def _load_newest(run_dir: Path, notify: Notify) -> Loaded:
     if not entries:
         raise NoCheckpointError(
             f"{run_dir} holds no checkpoint: name a run folder in which `ampctl train` has saved "
-            f"one ({FOLDER}/step-*.pt)"
+            f"one ({FOLDER}/step-*.pt). A run that ended before its first save starts anew with "
+            f"`ampctl train RECIPE --run-dir {run_dir} --resume auto`."
         )
     failed: list[tuple[str, str]] = []
     for entry in reversed(entries):

@@ -51,6 +51,7 @@ class StreamData:
             and not num_workers
         )
         self._generators: dict[str, Any] | None = None
+        self._ended = False
         self._restored = False
         self._workers: Any = None
 
@@ -62,6 +63,9 @@ class StreamData:
         if not self._restored:
             self._generators = None
         self._restored = False
+        if self._ended and first_step:
+            self._ended = False
+            return  # saved after the epoch's last step: the dataset has begun anew already
         size = self._micro_batch_size
         for step, samples in enumerate(self._batches(epoch, at_an_end=at_an_end)):
             if step < skipped or (self._drop_last and len(samples) < self._batch_size):
@@ -94,9 +98,11 @@ class StreamData:
                             samples = self._open(epoch)
                     at_an_end = False
                 self._generators = rng.get_state()
+            self._ended = ended
             if batch:
                 yield batch
         self._generators = None
+        self._ended = False
 
     def _next(self, samples: Iterator[Any]) -> Any:
         if not self._num_workers:
@@ -126,6 +132,7 @@ class StreamData:
         return {
             "dataset": self._dataset.state_dict(),  # type: ignore[attr-defined]
             "rng": self._generators,
+            "ended": self._ended,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,6 +140,7 @@ class StreamData:
         if self._keeps_state and "dataset" in state:
             self._dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
             self._generators = state["rng"]
+            self._ended = bool(state["ended"])
             self._restored = True
 
     def close(self) -> None:

@@ -140,8 +140,8 @@ def _nonfinite_inputs(batch: Any, place: str = "batch") -> Iterator[str]:
     if isinstance(batch, Tensor):
         if batch.is_floating_point() and not bool(torch.isfinite(batch).all()):
             rows = ~torch.isfinite(batch).reshape(batch.shape[0] if batch.ndim else 1, -1).all(1)
-            listed = ", ".join(str(i) for i in rows.nonzero().flatten().tolist()[:NAMES_SHOWN])
-            yield f"{place} (samples {listed} of it)"
+            listed = _names([str(i) for i in rows.nonzero().flatten().tolist()])
+            yield f"{place} (its samples {listed})"
         return
     parts: Any = ()
     if isinstance(batch, Mapping):

@@ -104,6 +104,16 @@ def to_plain(value: Any) -> Any:
     return value
 
 
+def recipe_changes(old: LoadedRecipe, new: LoadedRecipe) -> list[str]:
+    """Say in words each key whose value differs between two recipes."""
+    before, after = dict(_leaves(to_plain(old.recipe))), dict(_leaves(to_plain(new.recipe)))
+    return [
+        f"{key} {before.get(key, 'unset')} -> {after.get(key, 'unset')}"
+        for key in [*before, *(key for key in after if key not in before)]
+        if before.get(key) != after.get(key)
+    ]
+
+
 def _find(source: str, *, folder: Path | None = None, where: str = "") -> tuple[Path, str]:
     """Find a file, or a built-in recipe by its name; ``folder``: of the file that extends it."""
     path = Path(source) if folder is None else folder / source
@@ -189,19 +199,20 @@ def _finish(tree: Node, where: str, problems: list[Problem]) -> LoadedRecipe:
     if recipe is None or problems:
         raise RecipeError(sorted(problems, key=lambda problem: _position(problem, where)))
     places = found.places
-    origins = {key: places.get(key, DEFAULT) for key in _leaf_keys(to_plain(recipe))}
+    origins = {key: places.get(key, DEFAULT) for key, _ in _leaves(to_plain(recipe))}
     explicit = frozenset(key for key, origin in origins.items() if origin != DEFAULT)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return LoadedRecipe(recipe, text, digest, origins, explicit)
 
 
-def _leaf_keys(value: Any, path: KeyPath = ()) -> Iterator[str]:
+def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every leaf of plain values."""
     if isinstance(value, dict | list) and value:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for part, child in items:
-            yield from _leaf_keys(child, (*path, part))
+            yield from _leaves(child, (*path, part))
     else:
-        yield dotted(path)
+        yield dotted(path), value
 
 
 def _position(problem: Problem, main: str) -> tuple[bool, bool, str, int]:

@@ -15,6 +15,9 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 TARGET = "_target_"
 
+FLOAT32_MAX = 3.4e38
+INT32_MAX = 2**31 - 1
+
 
 def key(
     default: T,
@@ -68,23 +71,27 @@ class AmpConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "autocast dtype; auto: what the device does natively"
     )
-    init_scale: float = key(65536.0, "the first loss scale", above=0)
+    init_scale: float = key(65536.0, "the first loss scale", above=0, at_most=FLOAT32_MAX)
     growth_factor: float = key(
         2.0, "factor on the scale after growth_interval clean steps", above=1
     )
     backoff_factor: float = key(0.5, "factor on the scale after an overflow", above=0, below=1)
-    growth_interval: int = key(2000, "clean steps in a row before the scale grows", at_least=1)
+    growth_interval: int = key(
+        2000, "clean steps in a row before the scale grows", at_least=1, at_most=INT32_MAX
+    )
     min_scale: float = key(
         1.0, "floor of the scale; torch itself has none and falls to 0", at_least=0
     )
     max_scale: float | None = key(None, "ceiling of the scale", above=0)
-    hysteresis: int = key(1, "overflows tolerated before the scale backs off", at_least=1)
+    hysteresis: int = key(
+        1, "overflows tolerated before the scale backs off", at_least=1, at_most=INT32_MAX
+    )
     static: bool = key(False, "init_scale for ever; an overflowing step is still skipped")
     clip_norm: float | None = key(
         None, "largest 2-norm of the unscaled gradient; null: measured, not clipped", above=0
     )
     clip_value: float | None = key(
-        None, "largest absolute value of an unscaled gradient element", above=0
+        None, "largest absolute value of an unscaled gradient element", above=0, at_most=FLOAT32_MAX
     )
     max_skips: int = key(25, "non-finite steps in a row after which the run stops", at_least=1)
     nonfinite: Literal["skip", "stop"] = key(

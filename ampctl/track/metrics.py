@@ -30,7 +30,9 @@ class MetricsFile:
         self.path = Path(path)
         self._encode = json.JSONEncoder(allow_nan=False, default=_plain).encode
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666
+            )
         except OSError as error:
             raise self._fault(error) from error
         _cut_torn_line(self._file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ def evaluate(
 
     ``proceed`` is asked before each batch; once it says no, the evaluation is given up and None
     is returned. Random numbers drawn here do not move the training's. The model goes back to the
-    mode that each of its modules was in.
+    mode that each of its modules was in, and its buffers to what they were.
     """
+    state.buffers.snapshot()
     modes = {module: module.training for module in state.bare.modules()}
     state.bare.eval()
     try:
@@ -35,6 +37,7 @@ def evaluate(
     finally:
         for module, training in modes.items():
             module.training = training
+        state.buffers.restore(torch.ones_like(state.scaler.found_inf))
 
 
 def _means(
@@ -49,7 +52,7 @@ def _means(
         batch = to_device(batch, state.device, channels_last=state.channels_last)
         with state.precision.autocast():
             output = state.task.loss(state.model, batch)
-        loss, extra = output if isinstance(output, tuple) else (output, None)
+        loss, extra = (*output, None)[:2] if isinstance(output, tuple) else (output, None)
         values = {"loss": loss, **state.task.metrics(extra, batch)}
         for name, value in values.items():
             sums[name] = sums.get(name, 0.0) + _weighted(name, value, count, state.device)
@@ -61,13 +64,17 @@ def _means(
     return {f"eval/{name}": float(value) for name, value in state.task.summary(means).items()}
 
 
-def _weighted(
-    name: str, value: Tensor | float, count: Tensor | float, device: torch.device
-) -> Tensor | float:
-    if isinstance(value, Tensor) and value.numel() != 1:
+def _weighted(name: str, value: Any, count: Tensor | float, device: torch.device) -> Tensor | float:
+    is_number = isinstance(value, Real) or (
+        getattr(value, "size", None) == 1 and hasattr(value, "dtype")  # of NumPy
+    )
+    if isinstance(value, Tensor):
+        is_number = value.numel() == 1 and not value.is_complex()
+    if not is_number:
+        shape = getattr(value, "shape", None)
+        found = type(value).__name__ if shape is None else f"of shape {list(shape)}"
         raise UsageError(
-            f"task: the metric {name!r} has shape {list(value.shape)}; it must be one number, "
-            "the mean over the batch"
+            f"task: the metric {name!r} is {found}; it must be one number, the mean over the batch"
         )
     weighted = _double(value, device) * count
     if isinstance(count, float) and not count:

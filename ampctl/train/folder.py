@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ampctl.checkpoint import disk
+from ampctl.checkpoint.index import FOLDER as CHECKPOINTS
 from ampctl.checkpoint.lock import LOCK_FILE
 from ampctl.errors import UsageError
 
@@ -45,9 +46,15 @@ def holds_run(run_dir: Path) -> bool:
 def refuse_to_overwrite(run_dir: Path) -> None:
     """Raise UsageError if a folder holds a run, or things that are no run's."""
     if holds_run(run_dir):
+        saved = any((run_dir / CHECKPOINTS).glob("step-*.pt"))
+        way_on = (
+            f"`ampctl resume {run_dir}` goes on with it"
+            if saved
+            else "It has saved nothing yet: `--resume auto` starts there anew"
+        )
         raise UsageError(
             f"{run_dir} already holds a run, which is never written over. "
-            f"`ampctl resume {run_dir}` goes on with it; give another --run-dir to start a new one."
+            f"{way_on}; give another --run-dir to start a new one."
         )
     if run_dir.exists() and not run_dir.is_dir():
         raise UsageError(f"{run_dir} is a file; --run-dir names a folder")

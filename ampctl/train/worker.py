@@ -12,7 +12,7 @@ from typing import Any
 from ampctl import environment
 from ampctl.build import Job, build_job
 from ampctl.checkpoint import lock
-from ampctl.checkpoint.store import NoCheckpointError, Store, load
+from ampctl.checkpoint.store import NoCheckpointError, Store, abandon_after, load
 from ampctl.distributed.env import StopSignals
 from ampctl.errors import (
     AmpctlError,
@@ -21,9 +21,10 @@ from ampctl.errors import (
     NumericsError,
     PreemptedError,
 )
+from ampctl.optim import make_skippable
 from ampctl.preflight import without_effect
 from ampctl.recipe import trust
-from ampctl.recipe.load import LoadedRecipe, parse_recipe
+from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.target import import_from_current_folder
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
@@ -97,6 +98,13 @@ def resume(
         if run_dir is not None or not folder.holds_run(source):
             held.enter_context(lock.hold(where))
         trust.record(loaded)
+        if where == found.run_dir and found.entry is not None:
+            abandoned = abandon_after(where, found.entry)
+            if abandoned:
+                notes.append(
+                    f"going back to step {found.entry.step}: what was saved after it is kept as "
+                    f"{', '.join(abandoned)}, and is no longer of this run"
+                )
         origin = Origin(found.path, found.payload, saved)
         _run(loaded, where, origin, notes, signals, quiet=quiet)
 
@@ -120,7 +128,9 @@ def _stop_signals() -> Iterator[StopSignals]:
         except KeyboardInterrupt:
             if signals.received is None:
                 raise
-            raise signals.error("before the first step, so that nothing is lost") from None
+            raise signals.error(
+                "before the first step: nothing was trained, so nothing is lost"
+            ) from None
 
 
 def _run(
@@ -156,6 +166,9 @@ def _prepare(
         console.note(note)
     if origin is None:
         return job
+    changes = recipe_changes(origin.saved_recipe, loaded)
+    if changes:
+        console.note(f"changed since the checkpoint: {', '.join(changes)}")
     _restore(job, origin, console.note)
     reason = finished(job)
     if reason is None or evaluation_was_cut_off(job):
@@ -234,27 +247,33 @@ def _restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
             f"was saved and has {length} now, so the order of the samples cannot be continued. "
             "Bring the data back, or start a new run."
         )
+    size, saved_size = job.recipe.data.batch_size, saved_recipe.data.batch_size
+    if size != saved_size:
+        raise CheckpointError(
+            f"the checkpoint does not fit the recipe: data.batch_size was {saved_size} when it was "
+            f"saved and is {size} now, and progress and schedule are counted in steps of that many "
+            "samples. Change data.micro_batch_size instead, or start a new run."
+        )
     if payload["dtype"] != job.state.precision.name:
         notify(f"resuming in {job.state.precision.name}; it was saved in {payload['dtype']}")
-    job.state.load_state_dict(
-        payload,
-        notify=notify,
-        optimizer_changed=saved_recipe.optimizer != job.recipe.optimizer,
-        scheduler_changed=saved_recipe.scheduler != job.recipe.scheduler,
-    )
-    job.train_data.load_state_dict(saved_data)
-    payload.clear()  # or a second copy of the state would stay in memory for the whole run
-    progress = job.state.progress
-    steps_per_epoch = job.train_data.steps_per_epoch
-    changed = saved_recipe.data.batch_size != job.recipe.data.batch_size
-    if changed and steps_per_epoch is not None and progress.batch_in_epoch:
-        # The samples already seen in this epoch, in steps of the new size.
-        seen = progress.batch_in_epoch * saved_recipe.data.batch_size
-        progress.batch_in_epoch = min(seen // job.recipe.data.batch_size, steps_per_epoch - 1)
-        notify(
-            f"data.batch_size changed: the epoch goes on at its sample "
-            f"{progress.batch_in_epoch * job.recipe.data.batch_size}"
+    try:
+        job.state.load_state_dict(
+            payload,
+            notify=notify,
+            optimizer_changed=saved_recipe.optimizer != job.recipe.optimizer,
+            scheduler_changed=saved_recipe.scheduler != job.recipe.scheduler,
         )
+        job.train_data.load_state_dict(saved_data)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"checkpoint {origin.path} cannot be used: its content is not what ampctl saves "
+            f"({type(error).__name__}: {error}); name another one"
+        ) from error
+    make_skippable(job.state.optimizer)
+    progress, steps = job.state.progress, job.train_data.steps_per_epoch
+    if steps is not None and progress.batch_in_epoch >= steps:  # data.drop_last, say
+        progress.epoch, progress.batch_in_epoch = progress.epoch + 1, 0
+    payload.clear()  # or a second copy of the state would stay in memory for the whole run
 
 
 def _without_effect(job: Job) -> list[str]:
