@@ -32,7 +32,7 @@ class WeightAverage:
         """
         share = (1.0 - self.decay) * (1.0 - found_inf)
         shares = {dtype: share.to(dtype) for dtype in {w.dtype for w in self._weights}}
-        weights = list(self._weights)
+        weights: list[Tensor] = list(self._weights)
         per_weight: Any = [shares[weight.dtype] for weight in weights]  # the stub has numbers only
         torch._foreach_lerp_(self._average, weights, per_weight)
 

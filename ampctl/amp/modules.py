@@ -87,6 +87,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple | list):
         parts = [_cast(part, dtype) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if type(value) is dict:
+        return {name: _cast(part, dtype) for name, part in value.items()}
     if isinstance(value, dict):
         cast = copy.copy(value)  # a subclass (ModelOutput) stays one
         for name, part in value.items():
