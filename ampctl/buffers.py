@@ -104,9 +104,10 @@ class BufferGuard:
 
 def _put_back(own: _Own) -> None:
     if own.tensor is not None and own.snapshot is not None:
-        if not _alike(own.tensor, own.snapshot):
-            own.tensor.detach().resize_(own.snapshot.shape)
-        own.tensor.detach().copy_(own.snapshot)
+        with torch.no_grad():
+            if not _alike(own.tensor, own.snapshot):
+                own.tensor.resize_(own.snapshot.shape)
+            own.tensor.copy_(own.snapshot)
     own.module._buffers[own.name] = own.tensor
 
 

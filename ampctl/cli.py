@@ -62,6 +62,9 @@ def told() -> Iterator[None]:
     except AmpctlError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from error
+    except SystemExit as error:
+        # Of the user's own code; a run that it ends must not look like one that is done.
+        raise RuntimeError(f"sys.exit({error.code!r}) was called in the midst of it") from error
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(InterruptedRunError.exit_code) from None

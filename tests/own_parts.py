@@ -217,3 +217,53 @@ class HalfNet(Net):
     def __init__(self) -> None:
         super().__init__()
         self.to(torch.bfloat16)
+
+
+class Renormed(nn.Module):
+    """Its forward keeps a weight's norm in bounds, as EEGNet's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data = torch.renorm(self.layer.weight.data, p=2, dim=0, maxnorm=0.3)
+        return self.layer(x)
+
+
+class Double(Net):
+    """Its weights are float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+
+class DoubleTask:
+    """A loss in float64."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0].double()), batch[1])
+
+
+class Counting(nn.Module):
+    """Counts its forward passes, those of an evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.layer(x)
+
+
+class Wordy:
+    """A metric that is no number."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, None]:
+        return F.cross_entropy(model(batch[0]).float(), batch[1]), None
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
+        return {"word": "high"}
