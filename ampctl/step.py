@@ -41,7 +41,7 @@ def train_step(
     """
     gradients.drop(state.parameters)
     state.buffers.snapshot()
-    loss = _forward_backward(state, window)
+    loss = forward_backward(state, window)
 
     before = settle(state)  # its schedule and counters must stand before the next update
     state.learning_rate.before_update()
@@ -98,7 +98,7 @@ def settle(state: TrainState) -> StepReport | None:
     )
 
 
-def _forward_backward(state: TrainState, window: Sequence[Any]) -> Tensor:
+def forward_backward(state: TrainState, window: Sequence[Any]) -> Tensor:
     """Accumulate the scaled gradient of the window's mean loss; return that loss, in float32."""
     counts = [float(state.task.num_items(batch)) for batch in window] if len(window) > 1 else [1.0]
     held = sum(counts)
@@ -177,7 +177,7 @@ def _step_with_closure(state: TrainState, window: Sequence[Any], loss: Tensor) -
             fresh = False
             return loss
         gradients.drop(state.parameters)
-        again = _forward_backward(state, window)
+        again = forward_backward(state, window)
         _unscale_and_clip(state, measure=False)
         found_inf.add_(state.scaler.found_inf).clamp_(max=1.0)
         return again

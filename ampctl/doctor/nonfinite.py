@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from ampctl import rng
 from ampctl.amp import gradients
-from ampctl.data.move import to_device
+from ampctl.amp.scaler import LossScaler
 from ampctl.state import TrainState
+from ampctl.step import forward_backward
 
 NAMES_SHOWN = 5
 
@@ -31,44 +31,37 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class _Replay:
-    """One more forward and backward pass of a window: the losses, and the bad gradients' names."""
+    """One more forward and backward pass of a window: its loss, and the bad gradients' names."""
 
-    losses: tuple[float, ...]
+    loss: float
     bad_gradients: tuple[str, ...]
 
 
 def examine(state: TrainState, window: Sequence[Any]) -> Diagnosis:
-    """Run a bad window again, as it was and in float32, and say which of four faults it has.
+    """Run a bad window again, in its dtype and in float32, and say which of four faults it has.
 
-    In the order in which one hides the others: weights that are not finite or have exploded,
-    inputs that are not finite, a fault of the low precision alone, a fault in float32 as well.
-    Weights, buffers and generators are left as they were; gradients are dropped.
+    In the order in which one hides the others: weights that are not finite, inputs that are not
+    finite, a fault of the low precision alone, a fault in float32 as well. The scale is the present
+    one, and dropout draws anew. Weights, buffers and generators are left as they were; gradients
+    are dropped.
     """
     state.buffers.snapshot()
-    with rng.preserved(state.device):
-        low = _replay(state, window, low_precision=True)
-    with rng.preserved(state.device):
-        full = _replay(state, window, low_precision=False)
+    low = _replay(state, window)
+    full = _replay(_in_float32(state), window)
     gradients.drop(state.parameters)
     state.buffers.restore(torch.ones_like(state.scaler.found_inf))
+    facts = (
+        f"loss {low.loss:.4g} in {state.precision.name}, {full.loss:.4g} in float32",
+        f"non-finite gradients: {_names(low.bad_gradients)}",
+        _largest_weight(state),
+    )
+    return replace(_verdict(state, window, low, full), facts=facts)
 
+
+def _verdict(state: TrainState, window: Sequence[Any], low: _Replay, full: _Replay) -> Diagnosis:
     weights = [
         name for name, p in state.bare.named_parameters() if not bool(torch.isfinite(p).all())
     ]
-    inputs = [place for batch in window for place in _nonfinite_inputs(batch)]
-    largest, name = max(
-        (
-            (float(p.detach().abs().max()), name)
-            for name, p in state.bare.named_parameters()
-            if p.numel()
-        ),
-        default=(0.0, ""),
-    )
-    facts = (
-        f"loss {_listed(low.losses)} in {state.precision.name}, {_listed(full.losses)} in float32",
-        f"non-finite gradients: {_names(low.bad_gradients)}",
-        f"largest weight: {largest:.3g} in {name}",
-    )
     if weights:
         return Diagnosis(
             f"weights are not finite: {_names(weights)}",
@@ -76,14 +69,13 @@ def examine(state: TrainState, window: Sequence[Any]) -> Diagnosis:
             "start from an earlier checkpoint",
             module=weights[0].rpartition(".")[0],
             tensor=weights[0],
-            facts=facts,
         )
+    inputs = [place for batch in window for place in _nonfinite_inputs(batch)]
     if inputs:
         return Diagnosis(
             f"the batch holds values that are not finite: {_names(inputs)}",
             "repair or leave out these samples in the data set",
             tensor=inputs[0],
-            facts=facts,
         )
     first = (low.bad_gradients or (None,))[0]
     module = first.rpartition(".")[0] if first else None
@@ -95,45 +87,52 @@ def examine(state: TrainState, window: Sequence[Any]) -> Diagnosis:
             "the logarithm of zero in the loss",
             module=module,
             tensor=first,
-            facts=facts,
         )
     if not low.bad_gradients:
         return Diagnosis(
             "run again, the step is finite: the fault depends on random numbers, or on the scale "
             "that was in force",
             "resume from the newest checkpoint; if it stops again, lower amp.init_scale",
-            facts=facts,
         )
-    advice = (
-        "set amp.dtype=bfloat16" if state.precision.name == "float16" else "set amp.dtype=float32"
-    )
+    other = "bfloat16" if state.precision.name == "float16" else "float32"
     return Diagnosis(
         f"the step overflows in {state.precision.name} and is finite in float32",
-        f"{advice}, or lower optimizer.lr if the loss had been rising",
+        f"set amp.dtype={other}, or lower optimizer.lr if the loss had been rising",
         module=module,
         tensor=first,
-        facts=facts,
     )
 
 
-def _replay(state: TrainState, window: Sequence[Any], *, low_precision: bool) -> _Replay:
+def _in_float32(state: TrainState) -> TrainState:
+    """The same run without autocast and without a loss scale."""
+    precision = replace(state.precision, name="float32")
+    scaler = LossScaler(state.amp, enabled=False, device=state.device)
+    return replace(state, precision=precision, scaler=scaler)
+
+
+def _replay(state: TrainState, window: Sequence[Any]) -> _Replay:
     gradients.drop(state.parameters)
-    losses = []
-    for batch in window:
-        batch = to_device(batch, state.device, channels_last=state.channels_last)
-        with state.precision.autocast() if low_precision else nullcontext():
-            output = state.task.loss(state.model, batch)
-        loss = output[0] if isinstance(output, tuple) else output
-        scaled = state.scaler.scale(loss) if low_precision else loss
-        scaled.backward()  # type: ignore[no-untyped-call]
-        losses.append(float(loss.detach()))
+    with rng.preserved(state.device):
+        loss = forward_backward(state, window)
     bad = tuple(
         name
         for name, parameter in state.bare.named_parameters()
         if parameter.grad is not None
         and not bool(torch.isfinite(gradients.values(parameter.grad)).all())
     )
-    return _Replay(tuple(losses), bad)
+    return _Replay(float(loss), bad)
+
+
+def _largest_weight(state: TrainState) -> str:
+    largest, name = max(
+        (
+            (float(p.detach().abs().max()), name)
+            for name, p in state.bare.named_parameters()
+            if p.numel()
+        ),
+        default=(0.0, ""),
+    )
+    return f"largest weight: {largest:.3g} in {name}"
 
 
 def _nonfinite_inputs(batch: Any, place: str = "batch") -> Iterator[str]:
@@ -155,7 +154,3 @@ def _nonfinite_inputs(batch: Any, place: str = "batch") -> Iterator[str]:
 def _names(names: Sequence[str]) -> str:
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return (", ".join(names[:NAMES_SHOWN]) or "none") + more
-
-
-def _listed(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.4g}" for value in values[:NAMES_SHOWN])
