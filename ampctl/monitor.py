@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Mode = Literal["min", "max"]
 
@@ -35,11 +34,3 @@ class Patience:
         else:
             self.bad += 1
         return self.bad >= self.patience
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the best value and the count."""
-        return {"best": self.best, "bad": self.bad}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state()`; ``mode`` and ``patience`` stay those of the recipe."""
-        self.best, self.bad = state["best"], state["bad"]

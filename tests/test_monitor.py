@@ -52,7 +52,6 @@ def test_rs15_patience_goes_on_where_it_stood():
     before = Patience("min", 3)
     for value in (0.1, 0.5, 0.5):
         before.update(value)
-    after = Patience("min", 3)
-    after.load(before.state())
+    after = Patience("min", 3, before.best, before.bad)
     assert after == before
     assert after.update(0.5)

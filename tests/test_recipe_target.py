@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ampctl.errors import RecipeError
-from ampctl.recipe.load import parse_recipe
-from ampctl.recipe.target import TargetError, build, import_from_current_folder, locate, targets
+from ampctl.recipe.load import parse_recipe, to_plain
+from ampctl.recipe.target import TargetError, blocks, build, import_from_current_folder, locate
 
 MODULE = """\
 from collections import OrderedDict
@@ -222,7 +222,7 @@ def test_an_exception_of_the_users_own_file_comes_through_untouched(user: Path) 
         make({"_target_": "my_net.Broken", "kind": "library"})
 
 
-def test_targets_lists_every_block_with_its_key() -> None:
+def test_blocks_yields_every_block_with_its_key() -> None:
     text = """\
 name: a
 model: {_target_: a.Net, layers: [{_target_: a.Layer, act: {_target_: b.Act}}]}
@@ -231,7 +231,8 @@ data: {train: {_target_: a.Data}, batch_size: 1}
 optimizer: {_target_: a.Opt}
 train: {max_steps: 1}
 """
-    assert targets(parse_recipe(text, where="r.yaml").recipe) == [
+    recipe = to_plain(parse_recipe(text, where="r.yaml").recipe)
+    assert [(key, block["_target_"]) for key, block in blocks(recipe)] == [
         ("model", "a.Net"),
         ("model.layers[0]", "a.Layer"),
         ("model.layers[0].act", "b.Act"),

@@ -279,7 +279,6 @@ def tell_everything(console: Console, total: int | None = 345) -> None:
         for _ in range(3):
             evaluation.advance()
     console.evaluation(122, {"eval/loss": math.inf}, best=False)
-    console.saved(Path("checkpoints/step-00000122.pt"), 122)
     console.note("a note with [brackets]")
     console.warn("a fall-back")
     console.finish(["done"])
@@ -295,7 +294,6 @@ def test_plain_output_is_one_line_an_event_without_control_characters(capsys) ->
         train_line({**FIELDS, "step": 121, "loss": math.nan}),
         "step 122  skipped: non-finite gradient, scale 65536 -> 32768",
         "step 122  eval  loss inf",
-        "step 122  saved checkpoints/step-00000122.pt",
         "a note with [brackets]",
         "done",
     ]

@@ -19,9 +19,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from ampctl.errors import AmpctlError, Problem, RecipeError, UsageError
 from ampctl.recipe.layers import child
-from ampctl.recipe.load import place, to_plain
+from ampctl.recipe.load import place
 from ampctl.recipe.scalar import boolean, number
-from ampctl.recipe.schema import TARGET, Block, Recipe
+from ampctl.recipe.schema import TARGET, Block
 from ampctl.recipe.suggest import nearest
 
 _INSTALL = types.MappingProxyType(
@@ -122,11 +122,6 @@ def parameters_of(target: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(target).parameters
     except (TypeError, ValueError, NameError):  # NameError: annotations that do not resolve
         return {}
-
-
-def targets(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the dotted key and import path of every block of a recipe, nested ones too."""
-    return [(key, block[TARGET]) for key, block in blocks(to_plain(recipe))]
 
 
 def blocks(value: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

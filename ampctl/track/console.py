@@ -70,10 +70,6 @@ class Console:
         """Tell the metrics of an evaluation, and whether they are the best so far."""
         self._tell([evaluation_line(step, metrics, best)])
 
-    def saved(self, path: str | os.PathLike[str], step: int) -> None:
-        """Tell that a checkpoint is written."""
-        self._tell([f"step {step}  saved {os.fspath(path)}"])
-
     def note(self, text: str) -> None:
         """Tell something worth knowing."""
         self._tell([text])
