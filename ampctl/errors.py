@@ -6,6 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+def first_of(names: Sequence[str], limit: int = 5) -> str:
+    """List names for a message: the first few, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
 class AmpctlError(Exception):
     """Base of every error that is told in words rather than as a traceback.
 

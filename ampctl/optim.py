@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampctl.errors import Problem, RecipeError, UsageError
+from ampctl.errors import Problem, RecipeError, UsageError, first_of
 from ampctl.recipe.layers import child
 
 Group = dict[str, Any]
@@ -128,9 +128,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, dtype: str, model: nn.M
     ]
     if half:
         raise UsageError(
-            f"{len(half)} trainable parameters are float16 themselves: {_first(half)}. A gradient "
-            "in float16 cannot be unscaled, and small updates are lost. Load the model in float32 "
-            "(for transformers: dtype=torch.float32); autocast casts it where that is safe. "
+            f"{len(half)} trainable parameters are float16 themselves: {first_of(half)}. A "
+            "gradient in float16 cannot be unscaled, and small updates are lost. Load the model in "
+            "float32 (for transformers: dtype=torch.float32); autocast casts it where that is safe. "
             "Frozen parameters may stay float16."
         )
     if dtype == "float16" and needs_closure(optimizer):
@@ -224,8 +224,3 @@ def _why_empty(
         f"no parameter of {type(model).__name__} matches",
         f"the nearest names are {', '.join(near)}" if near else "the model has no parameter",
     )
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
-    return ", ".join(names[:FEW]) + more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -68,6 +68,14 @@ def refuse_unknown_targets(loaded: LoadedRecipe) -> None:
     ]
     if problems:
         raise RecipeError(problems)
+
+
+def unknown_metric(
+    loaded: LoadedRecipe, key: str, monitor: str, metrics: Iterable[str], advice: str = ""
+) -> Problem:
+    """Say that the metric which ``key`` watches is not among those that the task gives."""
+    message = f"no metric is called {monitor!r}; this task gives {', '.join(sorted(metrics))}"
+    return Problem(loaded.place(key), key, message, advice)
 
 
 def without_effect(recipe: Recipe, *, dtype: str, scaling: bool) -> list[str]:

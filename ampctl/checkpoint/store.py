@@ -29,7 +29,7 @@ from ampctl.checkpoint.index import (
     read_index,
     write_index,
 )
-from ampctl.errors import CheckpointError
+from ampctl.errors import CheckpointError, first_of
 from ampctl.monitor import Mode, is_better
 from ampctl.plain import nonfinite
 
@@ -293,16 +293,11 @@ def _load_file(source: Path) -> Loaded:
         names = nonfinite({key: payload[key] for key in ("model", "optimizer", "ema")})
         raise file.UnusableCheckpointError(
             source,
-            f"it holds NaN or infinity in {_some(names)}",
+            f"it holds NaN or infinity in {first_of(names) or 'some of its state'}",
             "name a finite one, or the run folder for its newest; `ampctl doctor` examines it",
         )
     run_dir = path.parent.parent if path.parent.name == FOLDER else None
     return Loaded(path, payload, run_dir, entry)
-
-
-def _some(names: Sequence[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "some of its state") + more
 
 
 def _newest(entries: Sequence[Entry]) -> Entry | None:

@@ -12,10 +12,9 @@ from torch import Tensor
 from ampctl import rng
 from ampctl.amp import gradients
 from ampctl.amp.scaler import LossScaler
+from ampctl.errors import first_of
 from ampctl.state import TrainState
 from ampctl.step import forward_backward
-
-NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def examine(state: TrainState, window: Sequence[Any]) -> Diagnosis:
     state.buffers.restore(torch.ones_like(state.scaler.found_inf))
     facts = (
         f"loss {low.loss:.4g} in {state.precision.name}, {full.loss:.4g} in float32",
-        f"non-finite gradients: {_names(low.bad_gradients)}",
+        f"non-finite gradients: {first_of(low.bad_gradients) or 'none'}",
         _largest_weight(state),
     )
     return replace(_verdict(state, window, low, full), facts=facts)
@@ -64,7 +63,7 @@ def _verdict(state: TrainState, window: Sequence[Any], low: _Replay, full: _Repl
     ]
     if weights:
         return Diagnosis(
-            f"weights are not finite: {_names(weights)}",
+            f"weights are not finite: {first_of(weights)}",
             "the weights were lost before this step: lower optimizer.lr or set amp.clip_norm, and "
             "start from an earlier checkpoint",
             module=weights[0].rpartition(".")[0],
@@ -73,7 +72,7 @@ def _verdict(state: TrainState, window: Sequence[Any], low: _Replay, full: _Repl
     inputs = [place for batch in window for place in _nonfinite_inputs(batch)]
     if inputs:
         return Diagnosis(
-            f"the batch holds values that are not finite: {_names(inputs)}",
+            f"the batch holds values that are not finite: {first_of(inputs)}",
             "repair or leave out these samples in the data set",
             tensor=inputs[0],
         )
@@ -139,7 +138,7 @@ def _nonfinite_inputs(batch: Any, place: str = "batch") -> Iterator[str]:
     if isinstance(batch, Tensor):
         if batch.is_floating_point() and not bool(torch.isfinite(batch).all()):
             rows = ~torch.isfinite(batch).reshape(batch.shape[0] if batch.ndim else 1, -1).all(1)
-            listed = _names([str(i) for i in rows.nonzero().flatten().tolist()])
+            listed = first_of([str(i) for i in rows.nonzero().flatten().tolist()])
             yield f"{place} (its samples {listed})"
         return
     parts: Any = ()
@@ -149,8 +148,3 @@ def _nonfinite_inputs(batch: Any, place: str = "batch") -> Iterator[str]:
         parts = enumerate(batch)
     for name, part in parts:
         yield from _nonfinite_inputs(part, f"{place}[{name!r}]")
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return (", ".join(names[:NAMES_SHOWN]) or "none") + more

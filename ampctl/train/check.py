@@ -10,7 +10,8 @@ from ampctl.build import Job, build_job
 from ampctl.data.loader import EvalData
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import examine
-from ampctl.errors import NumericsError, Problem, RecipeError, UsageError
+from ampctl.errors import NumericsError, RecipeError, UsageError
+from ampctl.preflight import unknown_metric
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.target import import_from_current_folder
 from ampctl.state import StepReport
@@ -91,11 +92,7 @@ def _check_monitors(job: Job, metrics: dict[str, float]) -> None:
     if early_stop is not None:
         watched["train.early_stop.monitor"] = early_stop.monitor
     problems = [
-        Problem(
-            job.loaded.origins.get(key, ""),
-            key,
-            f"no metric is called {monitor!r}; this task gives {', '.join(sorted(metrics))}",
-        )
+        unknown_metric(job.loaded, key, monitor, metrics)
         for key, monitor in watched.items()
         if monitor not in metrics
     ]

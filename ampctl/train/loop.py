@@ -15,15 +15,15 @@ from ampctl.data.workers import WorkerError
 from ampctl.distributed.env import StopSignals
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import Diagnosis, examine
-from ampctl.errors import NumericsError, Problem, RecipeError, UsageError
+from ampctl.errors import NumericsError, RecipeError, UsageError, first_of
 from ampctl.monitor import Patience, is_better
+from ampctl.preflight import unknown_metric
 from ampctl.state import Progress, StepReport
 from ampctl.step import settle, train_step
 from ampctl.train.evaluate import evaluate
 from ampctl.train.log import RunLog
 
 SCALES_SHOWN = 8
-NAMES_SHOWN = 5
 
 
 @dataclass
@@ -276,17 +276,8 @@ def _require_metric(run: Run, key: str, monitor: str, metrics: dict[str, float])
         return
     _save(run)
     run.store.wait()
-    where = run.job.loaded.place(key)
-    raise RecipeError(
-        [
-            Problem(
-                where,
-                key,
-                f"no metric is called {monitor!r}; this task gives {', '.join(sorted(metrics))}",
-                f"the state is saved: `ampctl resume {run.run_dir} {key}=NAME` goes on",
-            )
-        ]
-    )
+    advice = f"the state is saved: `ampctl resume {run.run_dir} {key}=NAME` goes on"
+    raise RecipeError([unknown_metric(run.job.loaded, key, monitor, metrics, advice)])
 
 
 def _save(run: Run) -> None:
@@ -306,9 +297,8 @@ def _save(run: Run) -> None:
     )
     nonfinite = _nonfinite(payload, state.nonfinite_by_design)
     if nonfinite:
-        more = f" and {len(nonfinite) - NAMES_SHOWN} more" if len(nonfinite) > NAMES_SHOWN else ""
         run.log.console.warn(
-            f"step {progress.step}: not finite: {', '.join(nonfinite[:NAMES_SHOWN])}{more}. The "
+            f"step {progress.step}: not finite: {first_of(nonfinite)}. The "
             "checkpoint is set aside as .nonfinite.pt; latest.pt stays as it was"
         )
     run.store.save(
