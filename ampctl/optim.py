@@ -130,7 +130,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, dtype: str, model: nn.M
         raise UsageError(
             f"{len(half)} trainable parameters are float16 themselves: {first_of(half)}. A "
             "gradient in float16 cannot be unscaled, and small updates are lost. Load the model in "
-            "float32 (for transformers: dtype=torch.float32); autocast casts it where that is safe. "
+            "float32 (for transformers: dtype=torch.float32); autocast casts where that is safe. "
             "Frozen parameters may stay float16."
         )
     if dtype == "float16" and needs_closure(optimizer):
