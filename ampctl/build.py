@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
 from ampctl import optim, rng
@@ -23,18 +22,15 @@ from ampctl.data.order import Order
 from ampctl.data.stream import StreamData
 from ampctl.distributed.env import choose_device
 from ampctl.ema import WeightAverage
-from ampctl.errors import Problem, RecipeError
-from ampctl.lr import FunctionSchedule, LearningRate, TorchSchedule
+from ampctl.errors import RecipeError
 from ampctl.plain import nonfinite
 from ampctl.preflight import refuse_unknown_targets, refuse_unsupported
 from ampctl.recipe.load import LoadedRecipe
-from ampctl.recipe.schema import TARGET, Recipe
-from ampctl.recipe.target import build, locate, parameters_of
+from ampctl.recipe.schema import TARGET, AmpConfig, Recipe
+from ampctl.recipe.target import build
 from ampctl.state import TrainState
-from ampctl.tasks import as_task
-
-_FUSED_DEVICES = ("cpu", "cuda", "xpu")  # the kernels of MPS do not look at found_inf
-_FUSED_CHOICES = ("fused", "foreach", "capturable", "differentiable")
+from ampctl.tasks import Task, as_task, asks_for, has_own
+from ampctl.updater import Updater, build_updaters
 
 
 @dataclass(frozen=True)
@@ -112,9 +108,11 @@ def build_state(
         bare, recipe.amp.modules, device_type=device.type, origins=loaded.origins
     )
     scaling = precision.needs_scaling or "float16" in modules.values()
-    optimizer = _build_optimizer(loaded, bare, device)
-    optim.make_skippable(optimizer)
-    optim.check_optimizer(optimizer, dtype="float16" if scaling else precision.name, model=bare)
+    updaters = build_updaters(loaded, bare, device, total_steps)
+    for updater in updaters:
+        optim.check_optimizer(
+            updater.optimizer, dtype="float16" if scaling else precision.name, model=bare
+        )
     by_design = frozenset(nonfinite(bare.state_dict()))
     half = (torch.float16, torch.bfloat16)
     low = [n for n, p in bare.named_parameters() if p.requires_grad and p.dtype in half]
@@ -126,36 +124,79 @@ def build_state(
             "still",
             "load the model in float32; autocast casts it where that is safe",
         )
-    compile_options = recipe.train.compile
+    task = as_task(_build(loaded, "task", recipe.task))
+    _refuse_misfits(loaded, task, updaters)
     model: Any = bare
-    if compile_options is not False:
-        model = _compiled(loaded, bare, compile_options)
+    if recipe.train.compile is not False:
+        model = _compiled(loaded, bare, task)
+    _set_accuracy(recipe.amp)
     return TrainState(
         model=model,
         bare=bare,
-        task=as_task(_build(loaded, "task", recipe.task)),
-        optimizer=optimizer,
-        learning_rate=_build_learning_rate(loaded, optimizer, total_steps),
+        task=task,
+        updaters=updaters,
         scaler=LossScaler(recipe.amp, enabled=scaling, device=device),
         precision=precision,
         amp=recipe.amp,
         device=device,
         buffers=BufferGuard(bare),
         ema=WeightAverage(bare, recipe.train.ema_decay) if recipe.train.ema_decay else None,
-        parameters=[p for group in optimizer.param_groups for p in group["params"]],
-        closure=optim.needs_closure(optimizer),
         channels_last=recipe.train.channels_last,
         nonfinite_by_design=by_design,
         module_dtypes=modules,
     )
 
 
-def _compiled(loaded: LoadedRecipe, model: nn.Module, options: bool | Mapping[str, Any]) -> Any:
+def _refuse_misfits(loaded: LoadedRecipe, task: Task, updaters: Sequence[Updater]) -> None:
+    """Raise RecipeError for a task that wants what the other parts of the recipe cannot give."""
+    recipe, problems = loaded.recipe, []
+    if has_own(task, "losses"):
+        if not updaters[0].name:
+            problems.append(
+                loaded.problem(
+                    "optimizer",
+                    f"{task.name}.losses gives each loss to an optimizer by its name; this one has "
+                    "none",
+                    'write optimizer: {NAME: {_target_: ..., params: "GLOB"}, ...}',
+                )
+            )
+        if recipe.data.eval is not None and not has_own(task, "loss"):
+            message = f"{task.name} has losses, and no method loss, which an evaluation needs"
+            problems.append(loaded.problem("data.eval", message, "write one, or leave this out"))
+    penalized = any("grad" in asks_for(getattr(task, name)) for name in ("loss", "losses"))
+    if penalized and recipe.train.compile is not False:
+        message = f"{task.name} differentiates a gradient, which a compiled model cannot"
+        problems.append(loaded.problem("train.compile", message, "set train.compile=false"))
+    for updater in updaters if len(updaters) > 1 else ():
+        if updater.closure:
+            kind = type(updater.optimizer).__name__
+            message = f"{kind} calls the model itself, several times a step, and must be alone"
+            problems.append(loaded.problem(f"optimizer.{updater.name}", message))
+    if problems:
+        raise RecipeError(problems)
+
+
+def _compiled(loaded: LoadedRecipe, model: nn.Module, task: Task) -> Any:
+    """Compile a model; where the task calls its parts by themselves, compile each of them."""
+    wanted = loaded.recipe.train.compile
+    options = wanted if isinstance(wanted, Mapping) else {}
     try:
-        return torch.compile(model, **(options if isinstance(options, Mapping) else {}))
+        if not has_own(task, "losses"):
+            return torch.compile(model, **options)
+        for part in model.children():
+            part.compile(**options)
     except (RuntimeError, TypeError, ValueError) as error:
         message = f"torch.compile refused its arguments: {error}"
         raise _error(loaded, "train.compile", message) from error
+    return model
+
+
+def _set_accuracy(amp: AmpConfig) -> None:
+    """Settle how matrix products are computed, whatever a user's module has set on import."""
+    torch.set_float32_matmul_precision(amp.matmul_precision)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_reduced_precision_reduction = amp.reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = amp.reduced_precision_reduction
 
 
 def _build_train_data(loaded: LoadedRecipe, device: torch.device) -> TrainData:
@@ -238,73 +279,9 @@ def _total_steps(loaded: LoadedRecipe, steps_per_epoch: int | None) -> int | Non
     return min(limits)
 
 
-def _build_optimizer(
-    loaded: LoadedRecipe, model: nn.Module, device: torch.device
-) -> torch.optim.Optimizer:
-    """Build the optimizer over named parameters, fused where the device has such a kernel."""
-    block = dict(loaded.recipe.optimizer)
-    globs = block.pop("groups", None)
-    signature = parameters_of(locate(block[TARGET]))
-    options = set(signature) - {"params"}
-    default = getattr(signature.get("weight_decay"), "default", None)
-    groups = optim.parameter_groups(
-        model,
-        globs,
-        weight_decay=block.get("weight_decay", default),
-        allowed=options,
-        where=loaded.place("optimizer.groups"),
-    )
-    dense = not any(getattr(module, "sparse", False) is True for module in model.modules())
-    plain = not dense or bool(block.get("dampening"))  # see optim.make_skippable
-    fusable = device.type in _FUSED_DEVICES and not plain and "fused" in options
-    if fusable and not any(name in block for name in _FUSED_CHOICES):
-        try:
-            return _checked_optimizer(loaded, {**block, "fused": True}, groups)
-        except RecipeError:
-            # Not every optimizer has a fused kernel for every device; if the fault is another
-            # one, the plain form below has it too.
-            pass
-    return _checked_optimizer(loaded, block, groups)
-
-
-def _checked_optimizer(
-    loaded: LoadedRecipe, block: Mapping[str, Any], groups: list[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    copies = [dict(group) for group in groups]  # torch writes its defaults into what it is given
-    optimizer = build(block, key="optimizer", origins=loaded.origins, args=[copies])
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        found = type(optimizer).__name__
-        raise _error(loaded, "optimizer", f"{block[TARGET]} gave a {found}, not an Optimizer")
-    return optimizer
-
-
-def _build_learning_rate(
-    loaded: LoadedRecipe, optimizer: torch.optim.Optimizer, total_steps: int | None
-) -> LearningRate:
-    block = loaded.recipe.scheduler
-    if block is None:
-        return FunctionSchedule(optimizer, None)
-    provide: dict[str, Any] = {"optimizer": optimizer}
-    if total_steps is not None:
-        provide["total_steps"] = total_steps
-    schedule = build(block, key="scheduler", origins=loaded.origins, provide=provide)
-    if isinstance(schedule, ReduceLROnPlateau) and loaded.recipe.data.eval is None:
-        raise _error(loaded, "scheduler", "ReduceLROnPlateau needs data.eval")
-    if isinstance(schedule, LRScheduler):
-        return TorchSchedule(optimizer, schedule)
-    if not callable(schedule):
-        raise _error(
-            loaded,
-            "scheduler",
-            f"{block[TARGET]} gave a {type(schedule).__name__}",
-            "it must be a torch scheduler, or be callable: update count -> factor on the rate",
-        )
-    return FunctionSchedule(optimizer, schedule)
-
-
 def _build(loaded: LoadedRecipe, key: str, block: Mapping[str, Any]) -> Any:
     return build(block, key=key, origins=loaded.origins)
 
 
 def _error(loaded: LoadedRecipe, key: str, message: str, advice: str = "") -> RecipeError:
-    return RecipeError([Problem(loaded.place(key), key, message, advice)])
+    return RecipeError([loaded.problem(key, message, advice)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,21 +20,28 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self._model = model
-        self._weights = [p for p in model.parameters() if p.is_floating_point()]
+        self._weights: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
         self._average = [weight.detach().clone() for weight in self._weights]
+        self._place = {id(weight): place for place, weight in enumerate(self._weights)}
 
     @torch.no_grad()
-    def update(self, found_inf: Tensor) -> None:
+    def update(self, found_inf: Tensor, parameters: Sequence[Tensor] | None = None) -> None:
         """Move the average towards the present weights, unless ``found_inf`` says it is a skip.
 
         ``found_inf`` is a scalar on the device, so that the host need not wait: a weight of 0
-        leaves the average as it is.
+        leaves the average as it is. ``parameters``: only those that one of several optimizers has.
         """
+        weights, averages = self._weights, self._average
+        if parameters is not None:
+            places = [self._place[id(p)] for p in parameters if id(p) in self._place]
+            weights = [weights[place] for place in places]
+            averages = [averages[place] for place in places]
+        if not weights:
+            return
         share = (1.0 - self.decay) * (1.0 - found_inf)
-        shares = {dtype: share.to(dtype) for dtype in {w.dtype for w in self._weights}}
-        weights: list[Tensor] = list(self._weights)
+        shares = {dtype: share.to(dtype) for dtype in {w.dtype for w in weights}}
         per_weight: Any = [shares[weight.dtype] for weight in weights]  # the stub has numbers only
-        torch._foreach_lerp_(self._average, weights, per_weight)
+        torch._foreach_lerp_(averages, weights, per_weight)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -61,7 +68,6 @@ class WeightAverage:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the averaged weights from a state dict of the bare model; names must agree."""
-        own = {id(weight): i for i, weight in enumerate(self._weights)}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if id(parameter) in own:
-                self._average[own[id(parameter)]].copy_(state[name])
+            if id(parameter) in self._place:
+                self._average[self._place[id(parameter)]].copy_(state[name])

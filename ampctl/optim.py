@@ -15,6 +15,8 @@ from torch import nn
 
 from ampctl.errors import Problem, RecipeError, UsageError, first_of
 from ampctl.recipe.layers import child
+from ampctl.recipe.load import LoadedRecipe
+from ampctl.recipe.schema import Block
 
 Group = dict[str, Any]
 
@@ -41,6 +43,7 @@ def parameter_groups(
     *,
     weight_decay: float | None,
     allowed: Collection[str] | None = None,
+    only: Collection[nn.Parameter] | None = None,
     key: str = "optimizer.groups",
     where: str = "",
 ) -> list[Group]:
@@ -53,11 +56,12 @@ def parameter_groups(
     fewer than two dimensions, those named ``bias``, and those of norms (the class or a base of it
     is called ...Norm, ...Norm2d and the like). Embeddings decay, as torch does by default.
 
-    Frozen parameters are left out. ``allowed`` names the options that the optimizer knows (None:
-    any); torch itself takes an unknown one without a word. Raises RecipeError, with all problems,
-    for such an option and for a glob that gets no parameter.
+    Frozen parameters are left out, and those that are not in ``only``. ``allowed`` names the
+    options that the optimizer knows (None: any); torch itself takes an unknown one without a word.
+    Raises RecipeError, with all problems, for such an option and for a glob that gets no parameter.
     """
-    owned = _trainable(model)
+    part = None if only is None else set(map(id, only))
+    owned = [each for each in _trainable(model) if part is None or id(each.parameter) in part]
     if globs is None:
         return [{"params": [(entry.names[0], entry.parameter) for entry in owned]}]
     problems = [
@@ -94,6 +98,48 @@ def parameter_groups(
                 named = [(entry.names[0], entry.parameter) for entry in entries]
                 groups.append({**part_options, "params": named})
     return groups or [{"params": []}]
+
+
+def divide(
+    model: nn.Module, loaded: LoadedRecipe, blocks: Mapping[str, Block]
+) -> dict[str, list[nn.Parameter]]:
+    """Divide the trainable parameters among named optimizers by their ``params``.
+
+    ``params`` is a glob of dotted names or a list of them; a parameter goes to the first optimizer
+    that has one for it. Raises RecipeError for an optimizer without ``params`` or that gets none,
+    and for parameters that no optimizer gets.
+    """
+    owned = _trainable(model)
+    if "" in blocks:
+        return {"": [entry.parameter for entry in owned]}
+    places: dict[str, list[nn.Parameter]] = {name: [] for name in blocks}
+    globs: dict[str, list[str]] = {}
+    problems, left = [], []
+    for name, block in blocks.items():
+        given = block.get("params")
+        globs[name] = [given] if isinstance(given, str) else given or []
+        if not globs[name] or not all(isinstance(glob, str) for glob in globs[name]):
+            message = "needs params, a glob of the names of its parameters, or a list"
+            advice = f'for example params: "{name}.*"'
+            problems.append(loaded.problem(child("optimizer", name), message, advice))
+    for entry in owned if not problems else ():
+        owners = [name for name in blocks if any(map(entry.matches, globs[name]))]
+        if owners:
+            places[owners[0]].append(entry.parameter)
+        else:
+            left.append(entry.names[0])
+    if left:
+        message = f"{len(left)} trainable parameters are in no optimizer's params: {first_of(left)}"
+        advice = "add a glob for them, or set requires_grad=False on them"
+        problems.append(loaded.problem("optimizer", message, advice))
+    every = {glob: None for name in blocks for glob in globs[name]} if not problems else {}
+    for name in blocks if every else ():
+        if not places[name]:
+            why = _why_empty(globs[name][0], every, owned, model)
+            problems.append(loaded.problem(child(child("optimizer", name), "params"), *why))
+    if problems:
+        raise RecipeError(problems)
+    return places
 
 
 def describe_groups(groups: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -7,8 +7,9 @@ from dataclasses import fields
 from typing import Any
 
 from ampctl.errors import Problem, RecipeError
+from ampctl.recipe.layers import child
 from ampctl.recipe.load import LoadedRecipe
-from ampctl.recipe.schema import Recipe
+from ampctl.recipe.schema import Recipe, by_name
 from ampctl.recipe.target import problems_of
 
 _SCALING = (
@@ -48,16 +49,20 @@ def refuse_unsupported(loaded: LoadedRecipe) -> None:
 def refuse_unknown_targets(loaded: LoadedRecipe) -> None:
     """Raise RecipeError with every target that is not there and every argument that is wrong."""
     recipe = loaded.recipe
-    optimizer = {name: value for name, value in recipe.optimizer.items() if name != "groups"}
     soon = object()  # stands for what is built later
     asked: list[tuple[str, Mapping[str, Any] | None, dict[str, Any], list[Any]]] = [
         ("model", recipe.model, {}, []),
         ("task", recipe.task, {}, []),
         ("data.train", recipe.data.train, {}, []),
         ("data.eval", recipe.data.eval, {}, []),
-        ("optimizer", optimizer, {}, [soon]),
-        ("scheduler", recipe.scheduler, {"optimizer": soon, "total_steps": soon}, []),
     ]
+    for name, block in by_name(recipe.optimizer).items():
+        ours = ("groups", "params") if name else ("groups",)  # what ampctl itself reads
+        arguments = {k: v for k, v in block.items() if k not in ours}
+        asked.append((child("optimizer", name) if name else "optimizer", arguments, {}, [soon]))
+    for name, block in by_name(recipe.scheduler).items():
+        key = child("scheduler", name) if name else "scheduler"
+        asked.append((key, block, {"optimizer": soon, "total_steps": soon}, []))
     problems = [
         problem
         for key, block, provide, args in asked

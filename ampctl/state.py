@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,16 +15,20 @@ from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
 from ampctl.ema import WeightAverage
 from ampctl.errors import CheckpointError
-from ampctl.lr import LearningRate
 from ampctl.recipe.schema import AmpConfig
-from ampctl.tasks import Task
+from ampctl.tasks import Task, asks_for, has_own
+from ampctl.updater import Rewind, Updater, one_or_by_name
 
 _KERNEL_CHOICES = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass
 class Progress:
-    """How far a run has come. Steps count attempts, updates the steps that were applied."""
+    """How far a run has come. Steps count attempts, updates the steps that were applied.
+
+    With several optimizers a step is applied if each that took part in it was;
+    ``optimizer_updates`` and ``optimizer_skips`` count for each by itself.
+    """
 
     step: int = 0
     updates: int = 0
@@ -39,6 +43,8 @@ class Progress:
     best_step: int | None = None
     early_stop_best: float | None = None
     early_stop_bad: int = 0
+    optimizer_updates: dict[str, int] = field(default_factory=dict)
+    optimizer_skips: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,10 @@ class StepReport:
     was used by the step, ``scale_after`` is used by the next. Where measured, else None:
     ``grad_norm``, the 2-norm of the unscaled gradient before clipping; ``underflow``, the share of
     gradient values that float16 loses at this scale; ``largest``, the largest scaled one.
+
+    With several optimizers ``loss`` is the sum of what their turns lost, ``lr`` the rate of the
+    first that took part, and the step is skipped if one of them was; ``optimizers`` has for each
+    that took part whether it was ``skipped``, and its own figures.
     """
 
     step: int
@@ -61,18 +71,20 @@ class StepReport:
     scale_before: float
     scale_after: float
     consecutive_skips: int
+    optimizers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 class Pending:
     """A step's figures on their way to the host, by name: ``found_inf``, ``loss``, ``scale`` ...
 
     On an accelerator the copy is asynchronous; by the time the next optimizer step is about to be
-    queued it has long arrived, so that reading it holds nothing up.
+    queued it has long arrived, so that reading it holds nothing up. ``rates`` are the learning
+    rates of the optimizers that took part, by name.
     """
 
-    def __init__(self, step: int, lr: float, figures: Mapping[str, Tensor]) -> None:
+    def __init__(self, step: int, rates: Mapping[str, float], figures: Mapping[str, Tensor]):
         self.step = step
-        self.lr = lr
+        self.rates = rates
         self._names = tuple(figures)
         self._event: Any = None
         values = torch.stack(list(figures.values()))
@@ -103,29 +115,42 @@ class TrainState:
     model: nn.Module
     bare: nn.Module
     task: Task
-    optimizer: torch.optim.Optimizer
-    learning_rate: LearningRate
+    updaters: Sequence[Updater]
     scaler: LossScaler
     precision: Precision
     amp: AmpConfig
     device: torch.device
     buffers: BufferGuard
     ema: WeightAverage | None
-    parameters: Sequence[nn.Parameter]
-    closure: bool = False
     channels_last: bool = False
     nonfinite_by_design: frozenset[str] = frozenset()
     module_dtypes: Mapping[str, str] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     pending: Pending | None = None
     scale_on_host: float = 1.0
-    largest_group: int = 0
+    parameters: Sequence[nn.Parameter] = field(init=False)
+    rewinds: Mapping[str, Rewind] = field(init=False)
+    takes_turns: bool = field(init=False)
+    _asked: Mapping[str, frozenset[str]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.scale_on_host = float(self.scaler.current_scale)
-        groups = self.optimizer.param_groups
-        sizes = [sum(p.numel() for p in group["params"]) for group in groups]
-        self.largest_group = sizes.index(max(sizes))
+        self.parameters = [p for updater in self.updaters for p in updater.parameters]
+        together = self.amp.all_or_nothing and len(self.updaters) > 1
+        self.rewinds = {each.name: Rewind(each) for each in self.updaters} if together else {}
+        self.takes_turns = has_own(self.task, "losses")
+        self._asked = {name: asks_for(getattr(self.task, name)) for name in ("loss", "losses")}
+        counts = {updater.name: 0 for updater in self.updaters if updater.name}
+        self.progress.optimizer_updates = {**counts, **self.progress.optimizer_updates}
+        self.progress.optimizer_skips = {**counts, **self.progress.optimizer_skips}
+
+    def extras(self, method: str) -> dict[str, Any]:
+        """Return what a method of the task asks for beside the model and the batch, by name."""
+        asked = self._asked[method]
+        if not asked:
+            return {}
+        given = {"grad": self.scaler.grad, "step": self.progress.step}
+        return {name: given[name] for name in asked}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this state, by the contract's keys.
@@ -133,10 +158,12 @@ class TrainState:
         Only at a step boundary, with nothing pending. Tensors are references, not copies.
         """
         assert self.pending is None, "settle the last step before the state is taken"
+        optimizers = {each.name: each.optimizer.state_dict() for each in self.updaters}
+        schedules = {each.name: each.learning_rate.state_dict() for each in self.updaters}
         return {
             "model": self.bare.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.learning_rate.state_dict(),
+            "optimizer": one_or_by_name(optimizers),
+            "scheduler": one_or_by_name(schedules),
             "ema": self.ema.state_dict() if self.ema else None,
             "scaler": self.scaler.state_dict(),
             "progress": asdict(self.progress),
@@ -150,30 +177,37 @@ class TrainState:
         saved: Mapping[str, Any],
         *,
         notify: Callable[[str], None],
-        optimizer_changed: bool = False,
-        scheduler_changed: bool = False,
+        changed_optimizers: Collection[str] = (),
+        changed_schedulers: Collection[str] = (),
     ) -> None:
         """Restore everything from a checkpoint's dict.
 
-        ``optimizer_changed``, ``scheduler_changed``: the recipe's block was changed on resuming, so
-        its hyperparameters replace the saved ones. Raises CheckpointError naming what does not fit.
+        ``changed_optimizers``, ``changed_schedulers``: the names of those whose block was changed
+        in the recipe on resuming, so that its hyperparameters replace the saved ones. Raises
+        CheckpointError naming what does not fit.
         """
-        lacking = [what for what, is_there in _inside(saved).items() if not is_there]
+        optimizers, schedules = self._saved_by_name(saved)
+        lacking = [what for what, is_there in _inside(saved, optimizers).items() if not is_there]
         if lacking:
             raise CheckpointError(
                 f"the checkpoint cannot be used: it lacks {', '.join(lacking)}; "
                 "name another one, or the run folder for its newest intact one"
             )
         load_model(self.bare, saved["model"])
-        load_optimizer(self.optimizer, saved["optimizer"], recipe_wins=optimizer_changed)
         known = Progress.__dataclass_fields__
         self.progress = Progress(**{k: v for k, v in saved["progress"].items() if k in known})
-        self.learning_rate.load_state_dict(
-            saved["scheduler"],
-            updates=self.progress.updates,
-            new_base=optimizer_changed,
-            new_plan=scheduler_changed,
-        )
+        for updater in self.updaters:
+            name = updater.name
+            load_optimizer(
+                updater.optimizer, optimizers[name], recipe_wins=name in changed_optimizers
+            )
+            updates = self.progress.updates
+            updater.learning_rate.load_state_dict(
+                schedules[name],
+                updates=self.progress.optimizer_updates.get(name, 0) if name else updates,
+                new_base=name in changed_optimizers,
+                new_plan=name in changed_schedulers,
+            )
         if self.ema is not None:
             if saved["ema"] is None:
                 notify("the checkpoint holds no EMA: it starts from the weights")
@@ -187,6 +221,18 @@ class TrainState:
         ):
             notify("saved on another kind of device: random numbers on this one start anew")
         rng.set_state(saved["rng"][0], self.device)
+
+    def _saved_by_name(self, saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the states of optimizers and of schedules by name, if the names are this run's."""
+        names = sorted(saved["progress"].get("optimizer_updates") or [""])
+        own = sorted(updater.name for updater in self.updaters)
+        if names != own:
+            was, now = (", ".join(each).strip() or "one without a name" for each in (names, own))
+            difference = [f"{was} in the checkpoint, {now} in the recipe"]
+            raise CheckpointError(_fit_message("the optimizers", difference))
+        if names == [""]:
+            return {"": saved["optimizer"]}, {"": saved["scheduler"]}
+        return saved["optimizer"], saved["scheduler"]
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -269,13 +315,15 @@ def _fit_message(part: str, lines: Sequence[str], shown: int = 8) -> str:
     )
 
 
-def _inside(payload: Mapping[str, Any]) -> dict[str, bool]:
+def _inside(payload: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[str, bool]:
     """Say of what a run cannot go on without whether it is there; the keys themselves are."""
-    groups = payload["optimizer"].get("param_groups")
+    groups = [state.get("param_groups") for state in optimizers.values()]
     counts = ("step", "updates", "skipped", "consecutive_skips", "epoch", "batch_in_epoch")
     states = payload["rng"]
     return {
-        "`optimizer.param_groups`": isinstance(groups, list) and all(map(_is_group, groups)),
+        "`optimizer.param_groups`": all(
+            isinstance(each, list) and all(map(_is_group, each)) for each in groups
+        ),
         "whole numbers in `progress`": all(
             isinstance(payload["progress"].get(name), int) for name in counts
         ),

@@ -1,4 +1,4 @@
-"""One optimizer step in mixed precision: the heart of ampctl, the same for every dtype and device.
+"""One step in mixed precision: the heart of ampctl, the same for every dtype and device.
 
 It reads like the AMP page of the PyTorch documentation; what is added is that every dtype has the
 finite guard, that a skipped step leaves no trace, and that the host never waits for the step that
@@ -8,22 +8,23 @@ it has just queued. Source: https://docs.pytorch.org/docs/stable/notes/amp_examp
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampctl.amp import gradients
-from ampctl.data.move import to_device
-from ampctl.errors import UsageError
+from ampctl.losses import backward_passes, forward_backward, no_gradient
 from ampctl.state import Pending, StepReport, TrainState
+from ampctl.updater import Updater, key
 
 
 def train_step(
     state: TrainState, window: Sequence[Any], *, measure: bool = False
 ) -> StepReport | None:
-    """Attempt one optimizer step on a window of micro-batches.
+    """Attempt one step, of every optimizer that has its turn, on a window of micro-batches.
 
     Args:
         state: the run; its weights, buffers, scale and counters move on.
@@ -37,57 +38,84 @@ def train_step(
         None if there was none. :func:`settle` tells the fate of the last one.
 
     Raises:
-        UsageError: no parameter received a gradient.
+        UsageError: no parameter of an optimizer received a gradient, or the task does not give its
+            losses as it should.
     """
     gradients.drop(state.parameters)
     state.buffers.snapshot()
-    loss = forward_backward(state, window)
+    before: StepReport | None = None
+    rates: dict[str, float] = {}
+    figures: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}  # found_inf of each optimizer that has had its turn
+    for updaters, loss in backward_passes(state, window):
+        if not found:
+            before = settle(state)  # its schedules and counters must stand before the next update
+        for updater in updaters:
+            updater.learning_rate.before_update()
+            rates[updater.name] = updater.lr
+            found[updater.name] = _unscale_and_clip(state, updater, figures, measure=measure)
+        if state.rewinds:
+            found = dict.fromkeys(found, _any(found))
+        for updater in updaters:
+            if state.rewinds:
+                state.rewinds[updater.name].mark()
+            if updater.closure:
+                _step_with_closure(state, updater, found[updater.name], window, loss)
+            else:
+                state.scaler.step(updater.optimizer, found[updater.name])
+        figures[key("loss", updaters[0].name if len(updaters) == 1 else "")] = loss
+        if not state.rewinds:
+            _leave_no_trace(state, updaters, found)
 
-    before = settle(state)  # its schedule and counters must stand before the next update
-    state.learning_rate.before_update()
-
-    figures = _unscale_and_clip(state, measure=measure)
-    if state.closure:
-        _step_with_closure(state, window, loss)
-    else:
-        state.scaler.step(state.optimizer)
-    found_inf = state.scaler.found_inf
-    state.scaler.update()
-    state.buffers.restore(found_inf)
-    if state.ema is not None:
-        state.ema.update(found_inf)
+    overflow = _any(found)
+    if state.rewinds:
+        found = dict.fromkeys(found, overflow)
+        for name in found:
+            state.rewinds[name].restore(overflow)
+        _leave_no_trace(state, [each for each in state.updaters if each.name in found], found)
+    state.scaler.update(overflow)
 
     state.progress.step += 1
-    group = state.optimizer.param_groups[state.largest_group]
-    lr = float(group["lr"])  # sync: where somebody made it a tensor
-    figures |= {"found_inf": found_inf, "loss": loss, "scale": state.scaler.current_scale}
-    state.pending = Pending(state.progress.step, lr, figures)
+    figures |= {key("found_inf", name): found_inf for name, found_inf in found.items()}
+    figures["scale"] = state.scaler.current_scale
+    state.pending = Pending(state.progress.step, rates, figures)
     return before
 
 
 def settle(state: TrainState) -> StepReport | None:
-    """Learn what became of the last step, and let schedule and counters follow it.
+    """Learn what became of the last step, and let schedules and counters follow it.
 
     ``found_inf`` alone tells: a skipped step moves the skip counters and nothing else.
     """
     pending, state.pending = state.pending, None
     if pending is None:
         return None
-    figures = pending.read()
-    progress = state.progress
+    figures, progress = pending.read(), state.progress
+    of_each = {
+        name: _own_figures(figures, name, rate) for name, rate in pending.rates.items() if name
+    }
+    if of_each:
+        figures |= _together(of_each, figures)
     skipped = bool(figures["found_inf"])
-    if skipped:
-        progress.skipped += 1
-        progress.consecutive_skips += 1
-    else:
-        progress.updates += 1
-        progress.consecutive_skips = 0
-        state.learning_rate.updated()
+    progress.skipped += skipped
+    progress.updates += not skipped
+    progress.consecutive_skips = progress.consecutive_skips + 1 if skipped else 0
+    for updater in state.updaters:
+        name = updater.name
+        if name not in pending.rates:
+            continue  # it had no turn
+        if figures[key("found_inf", name)]:
+            if name:
+                progress.optimizer_skips[name] += 1
+            continue
+        if name:
+            progress.optimizer_updates[name] += 1
+        updater.learning_rate.updated()
     scale_before, state.scale_on_host = state.scale_on_host, figures["scale"]
     return StepReport(
         step=pending.step,
         loss=figures["loss"],
-        lr=pending.lr,
+        lr=next(iter(pending.rates.values())),
         grad_norm=figures.get("grad_norm"),
         underflow=figures.get("underflow"),
         largest=figures.get("largest"),
@@ -95,80 +123,86 @@ def settle(state: TrainState) -> StepReport | None:
         scale_before=scale_before,
         scale_after=figures["scale"],
         consecutive_skips=progress.consecutive_skips,
+        optimizers=of_each,
     )
 
 
-def forward_backward(state: TrainState, window: Sequence[Any]) -> Tensor:
-    """Accumulate the scaled gradient of the window's mean loss; return that loss, in float32."""
-    counts = [float(state.task.num_items(batch)) for batch in window] if len(window) > 1 else [1.0]
-    held = sum(counts)
-    total = held or 1.0
-    mean: Tensor | None = None
-    for batch, count in zip(window, counts, strict=True):
-        if held > 0 and count == 0:
-            continue  # it has no mean (all labels ignored, say), and weighs nothing
-        batch = to_device(batch, state.device, channels_last=state.channels_last)
-        with state.precision.autocast():
-            loss = _scalar_loss(state, state.task.loss(state.model, batch))
-            if len(window) > 1:
-                loss = loss * (count / total)
-        state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        part = loss.detach().float()
-        mean = part if mean is None else mean + part
-    assert mean is not None, "a window holds at least one micro-batch"
-    return mean
+def _own_figures(figures: Mapping[str, float], name: str, lr: float) -> dict[str, float]:
+    """Pick out the figures of one of several optimizers."""
+    wanted = ("loss", "grad_norm", "underflow", "largest", "found_inf")
+    own = {what: figures[key(what, name)] for what in wanted if key(what, name) in figures}
+    return {"skipped": bool(own.pop("found_inf")), "lr": lr, **own}
 
 
-def _scalar_loss(state: TrainState, output: Tensor | tuple[Tensor, Any]) -> Tensor:
-    loss = output[0] if isinstance(output, tuple) else output
-    if not isinstance(loss, Tensor) or loss.ndim:
-        found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise UsageError(
-            f"task: {state.task.name}.loss must return a scalar tensor, the mean over "
-            f"the batch; found {found}"
-        )
-    if not loss.requires_grad:
-        raise _no_gradient(state)
-    return loss
+def _together(
+    of_each: Mapping[str, Mapping[str, float]], figures: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the figures of the step as a whole, from those of its optimizers."""
+    every = list(of_each.values())
+    whole = {
+        "found_inf": any(own["skipped"] for own in every),
+        "loss": figures.get("loss", sum(own.get("loss", 0.0) for own in every)),
+    }
+    if all("grad_norm" in own for own in every):
+        whole["grad_norm"] = math.hypot(*(own["grad_norm"] for own in every))
+    if all("largest" in own for own in every):
+        whole["largest"] = max(own["largest"] for own in every)
+        whole["underflow"] = max(own["underflow"] for own in every)
+    return whole
 
 
-def _no_gradient(state: TrainState) -> UsageError:
-    names = [name for name, p in state.bare.named_parameters() if p.requires_grad]
-    return UsageError(
-        f"optimizer: 0 of {len(names)} parameters received a gradient "
-        f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). The loss does not depend "
-        "on them: is it computed from a detached tensor, or are the layers that it uses frozen?"
-    )
+def _any(found: Mapping[str, Tensor]) -> Tensor:
+    """Return whether one of several verdicts is an overflow: 1, or else 0."""
+    first, *more = found.values()
+    return torch.stack([first, *more]).amax() if more else first
 
 
-def _unscale_and_clip(state: TrainState, *, measure: bool) -> dict[str, Tensor]:
-    """Unscale, then measure, then clip: never in another order. Return what was measured."""
-    figures: dict[str, Tensor] = {}
-    groups = gradients.gather(state.parameters)
+def _leave_no_trace(
+    state: TrainState, updaters: Sequence[Updater], found: Mapping[str, Tensor]
+) -> None:
+    """Let buffers and average follow the steps of these optimizers, where they were made."""
+    state.buffers.restore(_any({updater.name: found[updater.name] for updater in updaters}))
+    if state.takes_turns:
+        state.buffers.snapshot()  # before the forward pass of the next turn
+    if state.ema is None:
+        return
+    for updater in updaters:
+        state.ema.update(found[updater.name], updater.parameters if updater.name else None)
+
+
+def _unscale_and_clip(
+    state: TrainState, updater: Updater, figures: dict[str, Tensor], *, measure: bool
+) -> Tensor:
+    """Unscale, then measure, then clip: never in another order. Return ``found_inf``."""
+    groups = gradients.gather(updater.parameters)
     if not groups:
-        raise _no_gradient(state)
+        raise no_gradient(state, updater)
+    name = updater.name
     if measure and state.scaler.enabled:
-        figures["underflow"], figures["largest"] = gradients.float16_range(groups)
-    state.scaler.unscale_(groups)
+        lost, largest = gradients.float16_range(groups)
+        figures |= {key("underflow", name): lost, key("largest", name): largest}
+    found_inf = state.scaler.unscale_(groups)
     if measure or state.amp.clip_norm is not None:
         norm = gradients.total_norm(groups)
-        figures["grad_norm"] = norm.float()
+        figures[key("grad_norm", name)] = norm.float()
     if state.amp.clip_norm is not None:
-        state.scaler.check_norm(norm)
+        state.scaler.check_norm(norm, found_inf)
         gradients.clip_norm_(groups, norm, state.amp.clip_norm)
     if state.amp.clip_value is not None:
         gradients.clip_value_(groups, state.amp.clip_value)
-    return figures
+    return found_inf
 
 
-def _step_with_closure(state: TrainState, window: Sequence[Any], loss: Tensor) -> None:
+def _step_with_closure(
+    state: TrainState, updater: Updater, found_inf: Tensor, window: Sequence[Any], loss: Tensor
+) -> None:
     """Step an optimizer that evaluates the loss itself (LBFGS), never under a loss scale.
 
-    If any of its evaluations is not finite, weights and optimizer go back to before the step.
+    If any of its evaluations is not finite, ``found_inf`` is set, and weights and optimizer go back
+    to before the step.
     """
-    found_inf = state.scaler.found_inf.clone()
-    weights = [parameter.detach().clone() for parameter in state.parameters]
-    saved = copy.deepcopy(state.optimizer.state_dict())
+    weights = [parameter.detach().clone() for parameter in updater.parameters]
+    saved = copy.deepcopy(updater.optimizer.state_dict())
     fresh = True
 
     def closure() -> Tensor:
@@ -176,17 +210,15 @@ def _step_with_closure(state: TrainState, window: Sequence[Any], loss: Tensor) -
         if fresh:  # the gradients of the first evaluation are already there
             fresh = False
             return loss
-        gradients.drop(state.parameters)
+        gradients.drop(updater.parameters)
         again = forward_backward(state, window)
-        _unscale_and_clip(state, measure=False)
-        found_inf.add_(state.scaler.found_inf).clamp_(max=1.0)
+        found_inf.add_(_unscale_and_clip(state, updater, {}, measure=False)).clamp_(max=1.0)
         return again
 
     if not found_inf.item():  # sync: the closure reads the loss on the host anyway
-        state.optimizer.step(closure)  # type: ignore[arg-type]
+        updater.optimizer.step(closure)  # type: ignore[arg-type]
         if found_inf.item():
-            state.optimizer.load_state_dict(saved)
+            updater.optimizer.load_state_dict(saved)
             with torch.no_grad():
-                for parameter, weight in zip(state.parameters, weights, strict=True):
+                for parameter, weight in zip(updater.parameters, weights, strict=True):
                     parameter.copy_(weight)
-    state.scaler.found_inf.copy_(found_inf)

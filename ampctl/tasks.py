@@ -7,8 +7,7 @@ overflows at 65504, and in float16 it makes the loss scale itself the seed of th
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,21 +15,46 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctl.errors import UsageError
+from ampctl.recipe.target import parameters_of
 
 IGNORE_INDEX = -100
+EXTRAS = frozenset(("grad", "step"))
+_METHODS = ("loss", "losses", "metrics", "num_items", "summary")
 
 
-class Task(ABC):
-    """What is to be learned: one object that reads a batch; it holds no state of the training."""
+class Task:
+    """What is to be learned: one object that reads a batch; it holds no state of the training.
+
+    It has a method ``loss``, or for several optimizers that step in turn a method ``losses``; both
+    may have further arguments, which they get by name:
+
+    * ``grad(outputs, inputs)`` returns the gradient of ``outputs.sum()`` by a tensor or several, in
+      float32, unscaled and differentiable: for gradient penalties. See ``LossScaler.grad``.
+    * ``step`` is the number of the step, from 0. What a task does every few steps follows from it,
+      so that a resumed run does the same.
+    """
 
     @property
     def name(self) -> str:
         """What the task is called in messages."""
         return type(self).__name__
 
-    @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Any]:
-        """Return the mean loss of the batch's items, a scalar; and what ``metrics`` needs."""
+        """Return the mean loss of the batch's items, a scalar; and what ``metrics`` needs.
+
+        With several optimizers all of them step by it; it is what an evaluation reports.
+        """
+        raise UsageError(
+            f"task: {self.name} has no method loss(model, batch), which an evaluation needs"
+        )
+
+    def losses(self, model: nn.Module, batch: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of an optimizer and its mean loss, a scalar; then the next, and so on.
+
+        When the generator goes on, that optimizer has made its step. The gradient of a loss goes
+        to the parameters of its own optimizer alone. An optimizer has one turn a step, or none.
+        """
+        raise NotImplementedError
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Tensor | float]:
         """Return means over the batch's items, by name; asked for in evaluation only.
@@ -175,51 +199,48 @@ class Transformers(Task):
 def as_task(candidate: Any) -> Task:
     """Return ``candidate``, as a Task if it does not inherit from it: what it lacks is Task's own.
 
-    Raises UsageError if it has no method ``loss``, or a name of Task that is not a method.
+    Raises UsageError if it has neither ``loss`` nor ``losses``, or a name of Task that is not a
+    method.
     """
-    if isinstance(candidate, Task):
-        return candidate
     name = type(candidate).__name__
-    if not hasattr(candidate, "loss"):
+    for method in _METHODS:
+        if hasattr(candidate, method) and not callable(getattr(candidate, method)):
+            raise UsageError(f"{name}.{method} is not a method, as a task's must be; rename it")
+    task = candidate if isinstance(candidate, Task) else _Adapted(candidate)
+    if not has_own(task, "loss") and not has_own(task, "losses"):
         raise UsageError(
             f"the task is a {name}, which has no method loss(model, batch); write one that returns "
             "the mean loss of the batch, or use a task of ampctl.tasks"
         )
-    for method in ("loss", "metrics", "num_items", "summary"):
-        if hasattr(candidate, method) and not callable(getattr(candidate, method)):
-            raise UsageError(f"{name}.{method} is not a method, as a task's must be; rename it")
-    return _Adapted(candidate)
+    return task
+
+
+def has_own(task: Task, method: str) -> bool:
+    """Tell whether a task brings a method itself, rather than having it from Task."""
+    found = getattr(task, method)
+    return getattr(found, "__func__", found) is not getattr(Task, method)
+
+
+def asks_for(method: Callable[..., Any]) -> frozenset[str]:
+    """Return which of ``grad`` and ``step`` a task's method wants, by the names of its arguments.
+
+    The first two arguments are the model and the batch, whatever they are called.
+    """
+    return frozenset(list(parameters_of(method))[2:]) & EXTRAS
 
 
 class _Adapted(Task):
-    """A task that somebody wrote without inheriting from Task."""
+    """A task that somebody wrote without inheriting from Task: its own methods, and Task's."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = type(inner).__name__
-        self._loss = inner.loss
-        self._metrics = getattr(inner, "metrics", super().metrics)
-        self._num_items = getattr(inner, "num_items", super().num_items)
-        self._summary = getattr(inner, "summary", super().summary)
+        for method in _METHODS:
+            if hasattr(inner, method):
+                setattr(self, method, getattr(inner, method))
 
     @property
     def name(self) -> str:
         return self._inner
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Any]:
-        result: Tensor | tuple[Tensor, Any] = self._loss(model, batch)
-        return result
-
-    def metrics(self, output: Any, batch: Any) -> dict[str, Tensor | float]:
-        result: dict[str, Tensor | float] = self._metrics(output, batch)
-        return result
-
-    def num_items(self, batch: Any) -> int | Tensor:
-        result: int | Tensor = self._num_items(batch)
-        return result
-
-    def summary(self, means: dict[str, float]) -> dict[str, float]:
-        result: dict[str, float] = self._summary(means)
-        return result
 
 
 def _first_dimension(batch: Any) -> int | None:

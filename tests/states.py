@@ -14,11 +14,12 @@ from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
 from ampctl.ema import WeightAverage
 from ampctl.lr import FunctionSchedule, LearningRate
-from ampctl.optim import make_skippable, needs_closure
+from ampctl.optim import make_skippable
 from ampctl.recipe.schema import AmpConfig
 from ampctl.state import StepReport, TrainState
 from ampctl.step import settle, train_step
 from ampctl.tasks import Classification, Task
+from ampctl.updater import Updater
 
 CPU = torch.device("cpu")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -74,16 +75,13 @@ def make_state(
         model=model,
         bare=model,
         task=task or Classification(),
-        optimizer=optimizer,
-        learning_rate=learning_rate or FunctionSchedule(optimizer, factor),
+        updaters=[Updater("", optimizer, learning_rate or FunctionSchedule(optimizer, factor))],
         scaler=LossScaler(amp, enabled=dtype == "float16", device=CPU),
         precision=Precision("cpu", dtype, "test"),
         amp=amp,
         device=CPU,
         buffers=BufferGuard(model),
         ema=WeightAverage(model, ema_decay) if ema_decay else None,
-        parameters=[p for group in optimizer.param_groups for p in group["params"]],
-        closure=needs_closure(optimizer),
     )
 
 

@@ -37,6 +37,8 @@ FLOORS = {
     "build": 2,
     "state": 2,
     "step": 2,
+    "losses": 2,
+    "updater": 2,
     "checkpoint": 3,
     "doctor": 3,
     "track": 3,

@@ -135,7 +135,7 @@ def test_sp8_the_steps_that_were_skipped_are_known_exactly(
         reports = run(state, windows)
         assert [report.skipped for report in reports] == [False, True, False, True]
         assert (state.progress.updates, state.progress.skipped) == (2, 2)
-        steps = {int(values["step"]) for values in state.optimizer.state.values()}
+        steps = {int(values["step"]) for values in state.updaters[0].optimizer.state.values()}
         assert steps == {2}
 
 

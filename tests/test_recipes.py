@@ -108,7 +108,7 @@ def test_python_gpt_has_a_real_size_and_decays_no_norm_or_bias() -> None:
 
     job = build_job(load_recipe("python_gpt", ["train.device=cpu"]))
     assert 10e6 <= sum(p.numel() for p in job.state.bare.parameters()) <= 25e6
-    decayed, kept = job.state.optimizer.param_groups
+    decayed, kept = job.state.updaters[0].optimizer.param_groups
     assert decayed["weight_decay"] == 0.1
     assert kept["weight_decay"] == 0
     assert all(parameter.ndim >= 2 for parameter in decayed["params"])

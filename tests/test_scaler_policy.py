@@ -49,8 +49,7 @@ def make(config: AmpConfig, *, enabled: bool = True) -> LossScaler:
 
 def attempt(scaler: LossScaler, bad: bool) -> None:
     """One step's worth of the scaler, with a real gradient."""
-    scaler.unscale_([[torch.tensor([math.inf if bad else 1.0])]])
-    scaler.update()
+    scaler.update(scaler.unscale_([[torch.tensor([math.inf if bad else 1.0])]]))
 
 
 configs = st.builds(
@@ -129,9 +128,12 @@ def test_with_nothing_added_it_is_torch_s_own_scaler_to_the_bit(
                 (weight * torch.tensor([1.0, math.inf if bad else 0.3, 0.7])).sum()
             ).backward()
             if isinstance(scaler, LossScaler):
-                scaler.unscale_(gradients.gather([weight]))
-            scaler.step(optimizer)
-            scaler.update()
+                found_inf = scaler.unscale_(gradients.gather([weight]))
+                scaler.step(optimizer, found_inf)
+                scaler.update(found_inf)
+            else:
+                scaler.step(optimizer)
+                scaler.update()
         assert ours.current_scale.item() == stock.get_scale(), place
         assert ours.state_dict()["_growth_tracker"] == stock._get_growth_tracker(), place
         # Below 2**-127 torch's reciprocal is inf and weights are lost; both must agree even there.
@@ -147,9 +149,9 @@ def test_nf1_the_scale_never_falls_below_its_floor_and_good_batches_train_on() -
         for place in range(count + 1):
             bad = place < count
             weight.grad = scaler.scale(torch.full((2,), math.nan if bad else 1.0))
-            scaler.unscale_([[weight.grad]])
-            scaler.step(optimizer)
-            scaler.update()
+            found_inf = scaler.unscale_([[weight.grad]])
+            scaler.step(optimizer, found_inf)
+            scaler.update(found_inf)
         assert weight.tolist() == [0.5, 0.5]
         assert scaler.current_scale.item() == max(65536.0 * 0.5**count, 1.0)
 
@@ -256,8 +258,7 @@ def mixed_gradients(scale: float) -> list[nn.Parameter]:
 def test_op5_gradients_of_every_kind_are_unscaled() -> None:
     scaler = make(AmpConfig(init_scale=256.0))
     parameters = mixed_gradients(256.0)
-    scaler.unscale_(gradients.gather(parameters))
-    assert scaler.found_inf.item() == 0
+    assert scaler.unscale_(gradients.gather(parameters)).item() == 0
     for parameter in parameters[:-2]:
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, torch.full_like(parameter.grad, 0.5)), parameter.dtype
@@ -278,10 +279,8 @@ def test_one_bad_element_in_any_kind_of_gradient_is_found(enabled: bool, value: 
         if place == count - 1:  # the sparse one, whose values lie in memory of its own once merged
             parameters[place].grad = parameters[place].grad.coalesce()
         gradients.values(parameters[place].grad).view(-1)[-1] = value
-        scaler.unscale_(gradients.gather(parameters))
-        assert scaler.found_inf.item() == 1, parameters[place].dtype
-        scaler.unscale_(gradients.gather(mixed_gradients(1.0)))
-        assert scaler.found_inf.item() == 0
+        assert scaler.unscale_(gradients.gather(parameters)).item() == 1, parameters[place].dtype
+        assert scaler.unscale_(gradients.gather(mixed_gradients(1.0))).item() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -289,26 +288,23 @@ def test_one_bad_element_in_any_kind_of_gradient_is_found(enabled: bool, value: 
 def test_an_empty_gradient_is_no_fault(dtype: torch.dtype, enabled: bool) -> None:
     scaler = make(AmpConfig(), enabled=enabled)
     empty = torch.zeros(0, dtype=dtype)
-    scaler.unscale_([[empty]])
-    assert scaler.found_inf.item() == 0
-    scaler.unscale_([[empty, torch.tensor([math.nan], dtype=dtype)]])
-    assert scaler.found_inf.item() == 1
+    assert scaler.unscale_([[empty]]).item() == 0
+    assert scaler.unscale_([[empty, torch.tensor([math.nan], dtype=dtype)]]).item() == 1
 
 
 def test_the_largest_finite_bfloat16_values_are_finite() -> None:
     scaler = make(AmpConfig(), enabled=False)
     top = torch.full((100_000,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
-    scaler.unscale_([[top]])
-    assert scaler.found_inf.item() == 0
+    assert scaler.unscale_([[top]]).item() == 0
 
 
 def test_a_norm_that_overflowed_counts_as_non_finite() -> None:
     scaler = make(AmpConfig(), enabled=False)
     groups = [[torch.full((4,), 3e38)]]
-    scaler.unscale_(groups)
-    assert scaler.found_inf.item() == 0
-    scaler.check_norm(gradients.total_norm(groups))
-    assert scaler.found_inf.item() == 1
+    found_inf = scaler.unscale_(groups)
+    assert found_inf.item() == 0
+    scaler.check_norm(gradients.total_norm(groups), found_inf)
+    assert found_inf.item() == 1
 
 
 def test_nu13_the_norm_of_large_half_precision_gradients_is_finite() -> None:

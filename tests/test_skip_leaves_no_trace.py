@@ -201,7 +201,7 @@ def cycles_momentum(optimizer: Optimizer) -> bool:
 
 def whole_state(state: TrainState) -> dict[str, Any]:
     """All that a checkpoint would hold, but the counters that a skipped step does move."""
-    state.learning_rate.before_update()  # the rates follow from the updates when they are needed
+    state.updaters[0].learning_rate.before_update()  # the rates follow from the updates when they are needed
     saved = state.state_dict()
     progress = saved.pop("progress")
     saved.pop("rng")
@@ -338,7 +338,7 @@ def test_a_run_of_nothing_but_bad_batches_changes_nothing(optimizer: str) -> Non
     assert (state.progress.updates, state.progress.consecutive_skips) == (0, 6)
     assert all(
         not torch.count_nonzero(value)
-        for values in state.optimizer.state.values()
+        for values in state.updaters[0].optimizer.state.values()
         for value in values.values()
         if isinstance(value, Tensor)
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+
+_CACHED_ELEMENTS = 2**18  # a block that is read several times while a core's cache holds it
+_QUEUED_ELEMENTS = 2**24  # on an accelerator: few kernels, whose temporary memory is still small
 
 
 def gather(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
@@ -60,13 +63,39 @@ def float16_range(groups: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
     """Return how gradients, still scaled, lie in the range of float16: two float32 scalars.
 
     The share of values that are zero or below the smallest number of float16 (2**-24), and the
-    largest absolute value. Reads every gradient twice, so it is for the steps that are logged.
+    largest absolute value. Copies every gradient, so it is for the steps that are logged.
     """
     tiny = 2.0**-24
-    lost = torch.stack([(g.abs() < tiny).sum() for group in groups for g in group]).sum()
-    count = sum(g.numel() for group in groups for g in group)
-    largest = [torch.stack(torch._foreach_norm(list(group), float("inf"))) for group in groups]
-    return lost.float() / count, torch.cat([part.float() for part in largest]).max()
+    lost: list[Tensor] = []
+    largest: list[Tensor] = []
+    for group in groups:
+        limit = _CACHED_ELEMENTS if group[0].device.type == "cpu" else _QUEUED_ELEMENTS
+        elements = min(limit, sum(gradient.numel() for gradient in group))
+        room = group[0].new_empty(elements)
+        for block in _blocks(group, elements):
+            held = sum(piece.numel() for piece in block)
+            absolute = torch.cat(block, out=room[:held]).abs_()
+            largest.append(absolute.amax().float())
+            # In place and summed as numbers: on a CPU, booleans would take five times as long.
+            lost.append(absolute.lt_(tiny).sum(dtype=torch.float32))
+    count = sum(gradient.numel() for group in groups for gradient in group)
+    device = lost[0].device
+    share = torch.stack([part.to(device) for part in lost]).sum() / count
+    return share, torch.stack([part.to(device) for part in largest]).max()
+
+
+def _blocks(group: Sequence[Tensor], elements: int) -> Iterator[list[Tensor]]:
+    """Deal the elements of a group out to lists of flat pieces, of at most so many each."""
+    block: list[Tensor] = []
+    held = 0
+    for gradient in group:
+        for piece in torch.split(gradient.reshape(-1), elements):
+            if held + piece.numel() > elements:
+                yield block
+                block, held = [], 0
+            block.append(piece)
+            held += piece.numel()
+    yield block
 
 
 def clip_norm_(groups: Sequence[Sequence[Tensor]], norm: Tensor, max_norm: float) -> None:

@@ -6,7 +6,7 @@ The policy is that of ``torch.amp.GradScaler`` with a floor, a ceiling and hyste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ class LossScaler:
     def __init__(self, config: AmpConfig, *, enabled: bool, device: torch.device) -> None:
         self.config = config
         self.enabled = enabled
-        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._scale = self._one * (config.init_scale if enabled else 1.0)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
@@ -47,9 +46,12 @@ class LossScaler:
         """Multiply a loss by the scale."""
         return loss * self._scale if self.enabled else loss
 
-    def unscale_(self, gradients: Gradients) -> None:
-        """Divide gradients by the scale in place, and set ``found_inf`` if one is not finite."""
-        self.found_inf.zero_()
+    def unscale_(self, gradients: Gradients) -> Tensor:
+        """Divide gradients by the scale in place; return ``found_inf``.
+
+        It is a float32 scalar on the device: 1 if one of them is not finite, else 0.
+        """
+        found_inf = torch.zeros_like(self._one)
         inverse = self._inverse_scale() if self.enabled else self._one
         for group in gradients:
             if group[0].dtype is torch.bfloat16:
@@ -59,48 +61,71 @@ class LossScaler:
                 if not filled:
                     continue
                 largest = torch.stack(torch._foreach_norm(filled, float("inf")))
-                self.found_inf.add_(largest.isfinite().all().logical_not()).clamp_(max=1.0)
+                found_inf.add_(largest.isfinite().all().logical_not()).clamp_(max=1.0)
                 if self.enabled:
                     torch._foreach_mul_(filled, inverse)
             else:
-                torch._amp_foreach_non_finite_check_and_unscale_(
-                    list(group), self.found_inf, inverse
-                )
+                torch._amp_foreach_non_finite_check_and_unscale_(list(group), found_inf, inverse)
+        return found_inf
 
     def _inverse_scale(self) -> Tensor:
         if not has_float64(self._scale.device):
             return self._scale.reciprocal()
         return self._scale.double().reciprocal().float()
 
-    def check_norm(self, norm: Tensor) -> None:
+    def check_norm(self, norm: Tensor, found_inf: Tensor) -> None:
         """Count a norm that overflowed as non-finite: clipping by it would zero every gradient."""
-        torch._amp_foreach_non_finite_check_and_unscale_([norm], self.found_inf, self._one)
+        torch._amp_foreach_non_finite_check_and_unscale_([norm], found_inf, self._one)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def grad(self, outputs: Tensor, inputs: Tensor | Iterable[Tensor]) -> Any:
+        """Return the gradient of ``outputs.sum()`` by ``inputs``, to be used in a loss.
+
+        For gradient penalties: it is computed at the loss scale, so that float16 does not lose it,
+        and unscaled; it is in float32 and can be differentiated again. A tensor for a tensor, a
+        tuple for several. Runs outside of autocast, as a backward pass should; what is done with
+        the gradient runs in whatever surrounds it.
+
+        Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty
+        """
+        wanted = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        with torch.autocast(self._scale.device.type, enabled=False):
+            total = self.scale(outputs.float().sum())
+            scaled = torch.autograd.grad(total, wanted, create_graph=True)
+            found = tuple(g.to(torch.promote_types(g.dtype, torch.float32)) for g in scaled)
+            if self.enabled:
+                inverse = self._inverse_scale()
+                found = tuple(gradient * inverse for gradient in found)
+        return found[0] if isinstance(inputs, Tensor) else found
+
+    def step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
         """Step the optimizer unless ``found_inf``; a fused optimizer's own kernel decides."""
         decides = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if decides and self.found_inf.device.type != "mps":  # MPS kernels do not look at it
+        if decides and found_inf.device.type != "mps":  # MPS kernels do not look at it
             optimizer.grad_scale = None  # type: ignore[attr-defined]
-            optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             try:
                 optimizer.step()
             finally:
                 del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        elif not self.found_inf.item():  # sync: an optimizer that is not fused cannot decide itself
+        elif not found_inf.item():  # sync: an optimizer that is not fused cannot decide itself
             optimizer.step()
 
-    def update(self) -> None:
-        """Move the scale on after a step, by the policy in the contract's words."""
+    def update(self, found_inf: Tensor) -> None:
+        """Move the scale on after a step, by the policy in the contract's words.
+
+        Once for all optimizers: ``found_inf`` says whether any of them met a value that is not
+        finite.
+        """
         config = self.config
         if not self.enabled or config.static:
             return
         if config.hysteresis == 1 and config.max_scale is None:
-            self._torch_update(self._scale, self._growth_tracker)
+            self._torch_update(found_inf)
             self._scale.clamp_(min=config.min_scale)
             return
         before, tracker_before = self._scale.clone(), self._growth_tracker.clone()
-        self._torch_update(self._scale, self._growth_tracker)
-        overflow = self.found_inf.bool()
+        self._torch_update(found_inf)
+        overflow = found_inf.bool()
         grew = ~overflow & (tracker_before + 1 == config.growth_interval)
         hysteresis = self._hysteresis_tracker
         hysteresis.copy_(
@@ -116,11 +141,11 @@ class LossScaler:
         floored = self._scale.clamp(min=config.min_scale)
         self._scale.copy_(torch.where(overflow & (hysteresis == 0), floored, self._scale))
 
-    def _torch_update(self, scale: Tensor, growth_tracker: Tensor) -> None:
+    def _torch_update(self, found_inf: Tensor) -> None:
         torch._amp_update_scale_(
-            scale,
-            growth_tracker,
-            self.found_inf,
+            self._scale,
+            self._growth_tracker,
+            found_inf,
             self.config.growth_factor,
             self.config.backoff_factor,
             self.config.growth_interval,

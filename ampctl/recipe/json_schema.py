@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ampctl.recipe.hints import is_block, members
 from ampctl.recipe.schema import TARGET, Recipe
 
+_NAME = r"^[A-Za-z][A-Za-z0-9_]*$"
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _LIMITS = (
     ("above", "exclusiveMinimum"),
@@ -47,6 +48,12 @@ def json_schema() -> dict[str, Any]:
                 "properties": {TARGET: {"type": "string", "description": "dotted import path"}},
                 "additionalProperties": True,
             },
+            "blocks": {
+                "type": "object",
+                "description": "several blocks, by name",
+                "propertyNames": {"pattern": _NAME},
+                "additionalProperties": {"$ref": "#/$defs/block"},
+            },
         },
     }
 
@@ -66,14 +73,15 @@ def _section(cls: type[Any]) -> dict[str, Any]:
 def _required(cls: type[Any]) -> dict[str, Any]:
     """Return what a file that extends nothing must hold, sections inside too."""
     hints = get_type_hints(cls)
-    names = [
-        entry.name
+    needed = [
+        entry
         for entry in fields(cls)
         if entry.default is MISSING and entry.default_factory is MISSING
     ]
+    names = [entry.name for entry in needed]
     inner = {
         name: _required(hints[name]) if is_dataclass(hints[name]) else {"required": [TARGET]}
-        for name in names
+        for name in (entry.name for entry in needed if not entry.metadata.get("many"))
         if is_dataclass(hints[name]) or is_block(hints[name])
     }
     return {"required": names, "properties": inner}
@@ -83,6 +91,8 @@ def _type(hint: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
     if is_block(hint):
         block = {"$ref": "#/$defs/block"}
         choices = [block, {"type": "null"}] if None in members(hint) else [block]
+        if limits.get("many"):
+            choices.insert(1, {"$ref": "#/$defs/blocks"})
         return {"anyOf": [*choices, {"$ref": "#/$defs/interpolation"}]}
     choices = [_member(member, limits) for member in members(hint)]
     is_text = any(choice.get("type") == "string" and "enum" not in choice for choice in choices)

@@ -56,6 +56,10 @@ class LoadedRecipe:
         """Return where a key stands; of a mapping or a list, where its first leaf does."""
         return place(self.origins, key)
 
+    def problem(self, key: str, message: str, advice: str = "") -> Problem:
+        """Return what is wrong with a key, with the place where it stands."""
+        return Problem(self.place(key), key, message, advice)
+
 
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Load a recipe file, or a built-in recipe by its name, with ``KEY=VALUE`` overrides.

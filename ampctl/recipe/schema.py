@@ -23,16 +23,21 @@ def key(
     default: T,
     help: str,
     *,
+    many: bool = False,
     above: float | None = None,
     at_least: float | None = None,
     below: float | None = None,
     at_most: float | None = None,
 ) -> T:
-    """Declare a recipe key: its default, a line of help and its limits (read by ``load``)."""
+    """Declare a recipe key: its default, a line of help and its limits (read by ``load``).
+
+    ``many``: a block, or a mapping of names to blocks.
+    """
     limits = {"above": above, "at_least": at_least, "below": below, "at_most": at_most}
     metadata = {
         "help": help,
         **{name: value for name, value in limits.items() if value is not None},
+        **({"many": True} if many else {}),
     }
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -42,6 +47,13 @@ def key(
 def required(help: str, **limits: float) -> Any:
     """Declare a recipe key without a default."""
     return field(metadata={"help": help, **limits})
+
+
+def by_name(block: Block | None) -> dict[str, Block]:
+    """Return the blocks of a key that takes one or several: by name, one alone as ``""``."""
+    if block is None:
+        return {}
+    return {"": block} if TARGET in block else dict(block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +110,16 @@ class AmpConfig:
         "skip", "what a non-finite gradient does, in every dtype"
     )
     modules: Mapping[str, DType] = key({}, "glob of module name -> dtype")
+    upcast: bool = key(False, "make float32 masters of trainable half-precision parameters")
+    all_or_nothing: bool = key(
+        False, "several optimizers: an overflow of one takes back the step of all"
+    )
+    matmul_precision: Literal["highest", "high", "medium"] = key(
+        "highest", "float32 matrix products: highest: float32; high: tf32; medium: bfloat16"
+    )
+    reduced_precision_reduction: bool = key(
+        True, "let CUDA add up half-precision matrix products in half precision"
+    )
     cache_enabled: bool = key(True, "let autocast keep the low-precision copies of weights")
 
 
@@ -173,8 +195,12 @@ class Recipe:
     model: Block = required("any callable that returns an nn.Module")
     task: Block = required("how a batch becomes a loss and metrics")
     data: DataConfig = required("what is trained on")
-    optimizer: Block = required("any torch optimizer")
-    scheduler: Block | None = key(None, "a schedule of ampctl.schedules or of torch")
+    optimizer: Block = required(
+        "any torch optimizer; several: names, each with a block and its params, a glob", many=True
+    )
+    scheduler: Block | None = key(
+        None, "a schedule of ampctl.schedules or of torch; several: by optimizer", many=True
+    )
     amp: AmpConfig = field(default_factory=AmpConfig, metadata={"help": "mixed precision"})
     train: TrainConfig = field(default_factory=TrainConfig, metadata={"help": "the run"})
     checkpoint: CheckpointConfig = field(

@@ -25,6 +25,7 @@ MAX_UNKNOWN_KEYS = 20
 T = TypeVar("T")
 
 _INVALID = object()
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
@@ -85,7 +86,9 @@ def _value(hint: Any, node: Node, path: Path, limits: Mapping[str, Any], found: 
     is_mapping, is_list = isinstance(node.value, Mapping), isinstance(node.value, tuple)
     if hint is Any or (is_block(hint) and is_mapping):
         found.places.update((dotted((*path, *at)), leaf.where) for at, leaf in leaves(node))
-        return _block(node, path, found) if is_block(hint) else plain(node)
+        if not is_block(hint):
+            return plain(node)
+        return (_blocks if limits.get("many") else _block)(node, path, found)
     if node.value is None and None in members(hint):
         return None
     if node.value is None and not is_block(hint) and get_origin(hint) in (abc.Mapping, tuple):
@@ -150,6 +153,24 @@ def _within(value: Any, limits: Mapping[str, Any]) -> bool:
     return not is_number or all(
         fits(value, limits[name]) for name, (_, fits) in LIMITS.items() if name in limits
     )
+
+
+def _blocks(node: Node, path: Path, found: Validation) -> Any:
+    """Check one block, or several by name; what has blocks in it and no target is several."""
+    assert isinstance(node.value, Mapping)
+    inside = list(node.value.values())
+    if TARGET in node.value or not any(isinstance(item.value, Mapping) for item in inside):
+        return _block(node, path, found)
+    for name, item in node.value.items():
+        if not _NAME.fullmatch(name):
+            message = f"got the name {name!r}; allowed: letters, digits and _"
+            found.problems.append(Problem(item.where, dotted((*path, name)), message))
+        if isinstance(item.value, Mapping):
+            _block(item, (*path, name), found)
+        else:
+            message = f"got {_got(item)}; allowed: a block with a {TARGET}, as its neighbours are"
+            found.problems.append(Problem(item.where, dotted((*path, name)), message))
+    return plain(node)
 
 
 def _block(node: Node, path: Path, found: Validation, *, is_outermost: bool = True) -> Any:

@@ -37,7 +37,7 @@ def evaluate(
     finally:
         for module, training in modes.items():
             module.training = training
-        state.buffers.restore(torch.ones_like(state.scaler.found_inf))
+        state.buffers.restore(torch.ones((), device=state.device))
 
 
 def _means(
@@ -50,8 +50,9 @@ def _means(
             return None
         count = _double(state.task.num_items(batch), state.device)
         batch = to_device(batch, state.device, channels_last=state.channels_last)
-        with state.precision.autocast():
-            output = state.task.loss(state.model, batch)
+        extras = state.extras("loss")
+        with state.precision.autocast(), torch.set_grad_enabled("grad" in extras):
+            output = state.task.loss(state.model, batch, **extras)
         loss, extra = (*output, None)[:2] if isinstance(output, tuple) else (output, None)
         values = {"loss": loss, **state.task.metrics(extra, batch)}
         for name, value in values.items():

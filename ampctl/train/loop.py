@@ -251,7 +251,8 @@ def _evaluate(run: Run) -> None:
         best = is_better(metrics[monitor], progress.best, recipe.checkpoint.mode)
         if best:
             progress.best, progress.best_step = metrics[monitor], progress.step
-        run.job.state.learning_rate.evaluated(metrics[monitor])
+        for updater in run.job.state.updaters:
+            updater.learning_rate.evaluated(metrics[monitor])
     epoch = progress.epoch - 1 if progress.batch_in_epoch == 0 else progress.epoch
     run.log.evaluation(progress, epoch, metrics, best=best)
     _require_metric(run, "checkpoint.monitor", monitor, metrics)

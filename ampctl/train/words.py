@@ -24,8 +24,11 @@ def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
     if state.module_dtypes:
         names = ", ".join(f"{name} in {dtype}" for name, dtype in state.module_dtypes.items())
         lines.append(f"apart: {names}")
-    if len(state.optimizer.param_groups) > 1:
-        lines += [f"group: {line}" for line in describe_groups(state.optimizer.param_groups)]
+    for updater in state.updaters:
+        groups = updater.optimizer.param_groups
+        if updater.name or len(groups) > 1:
+            title = f"optimizer {updater.name}" if updater.name else "group"
+            lines += [f"{title}: {line}" for line in describe_groups(groups)]
     lines.append(f"run folder: {run_dir}")
     if checkpoint is not None:
         scale = f", scale {state.scale_on_host:g}" if state.scaler.enabled else ""

@@ -25,6 +25,7 @@ from ampctl.optim import make_skippable
 from ampctl.preflight import without_effect
 from ampctl.recipe import trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
+from ampctl.recipe.schema import Block, by_name
 from ampctl.recipe.target import import_from_current_folder
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
@@ -256,12 +257,13 @@ def _restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
         )
     if payload["dtype"] != job.state.precision.name:
         notify(f"resuming in {job.state.precision.name}; it was saved in {payload['dtype']}")
+    names = [updater.name for updater in job.state.updaters]
     try:
         job.state.load_state_dict(
             payload,
             notify=notify,
-            optimizer_changed=saved_recipe.optimizer != job.recipe.optimizer,
-            scheduler_changed=saved_recipe.scheduler != job.recipe.scheduler,
+            changed_optimizers=_changed(saved_recipe.optimizer, job.recipe.optimizer, names),
+            changed_schedulers=_changed(saved_recipe.scheduler, job.recipe.scheduler, names),
         )
         job.train_data.load_state_dict(saved_data)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
@@ -269,11 +271,18 @@ def _restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
             f"checkpoint {origin.path} cannot be used: its content is not what ampctl saves "
             f"({type(error).__name__}: {error}); name another one"
         ) from error
-    make_skippable(job.state.optimizer)
+    for updater in job.state.updaters:
+        make_skippable(updater.optimizer)
     progress, steps = job.state.progress, job.train_data.steps_per_epoch
     if steps is not None and progress.batch_in_epoch >= steps:  # data.drop_last, say
         progress.epoch, progress.batch_in_epoch = progress.epoch + 1, 0
     payload.clear()  # or a second copy of the state would stay in memory for the whole run
+
+
+def _changed(old: Block | None, new: Block | None, names: Sequence[str]) -> list[str]:
+    """Return the optimizers whose block, or whose schedule's, is another than it was."""
+    before, after = by_name(old), by_name(new)
+    return [n for n in names if before.get(n, before.get("")) != after.get(n, after.get(""))]
 
 
 def _without_effect(job: Job) -> list[str]:

@@ -1,0 +1,168 @@
+"""The forward and backward passes of one step: losses, weighted and scaled, into gradients.
+
+Stepping is ``step``'s. A task has one loss for all of its parameters, or lets several optimizers
+take turns: then the pass of one runs after the step of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctl.data.move import to_device
+from ampctl.errors import UsageError
+from ampctl.state import TrainState
+from ampctl.updater import Updater
+
+Turn = tuple[Sequence[Updater], Tensor]
+"""The optimizers whose gradients are complete, and the mean loss of the window, in float32."""
+
+
+def backward_passes(state: TrainState, window: Sequence[Any]) -> Iterator[Turn]:
+    """Accumulate the scaled gradients of a window, and yield when optimizers can step by them.
+
+    Once for a task with ``loss``: every optimizer steps by it. For a task with ``losses``, once for
+    each of its turns; what the task computes after a turn sees the weights as they are then.
+
+    Raises UsageError if the losses are not what they should be.
+    """
+    shares = _shares(state, window)
+    if state.takes_turns:
+        yield from _turns(state, shares)
+        return
+    extras = state.extras("loss")
+    mean: Tensor | None = None
+    for batch, share in shares:
+        batch = to_device(batch, state.device, channels_last=state.channels_last)
+        with state.precision.autocast():
+            given = state.task.loss(state.model, batch, **extras)
+            loss = _scalar(given[0] if isinstance(given, tuple) else given, state, "loss")
+            if share != 1.0:
+                loss = loss * share
+        if not loss.requires_grad:
+            raise no_gradient(state, state.updaters[0])
+        state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        mean = _added(mean, loss)
+    assert mean is not None, "a window holds at least one micro-batch"
+    yield state.updaters, mean
+
+
+def forward_backward(state: TrainState, window: Sequence[Any]) -> Tensor:
+    """Run all passes of a window without a step between; return the sum of the losses."""
+    total: Tensor | None = None
+    for _, loss in backward_passes(state, window):
+        total = loss if total is None else total + loss
+    assert total is not None, "there is at least one turn"
+    return total
+
+
+def no_gradient(state: TrainState, updater: Updater) -> UsageError:
+    """Say that no parameter of an optimizer received a gradient."""
+    own = set(map(id, updater.parameters))
+    names = [name for name, p in state.bare.named_parameters() if id(p) in own]
+    return UsageError(
+        f"optimizer{'.' if updater.name else ''}{updater.name}: 0 of {len(names)} parameters "
+        f"received a gradient ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). The "
+        "loss does not depend on them: is it computed from a detached tensor, or are the layers "
+        "that it uses frozen?"
+    )
+
+
+def _shares(state: TrainState, window: Sequence[Any]) -> list[tuple[Any, float]]:
+    """Return the micro-batches of a window with the part of its items that each holds."""
+    if len(window) == 1:
+        return [(window[0], 1.0)]
+    counts = [float(state.task.num_items(batch)) for batch in window]
+    held = sum(counts)
+    if not held:
+        return [(batch, 0.0) for batch in window]
+    # One without items has no mean (all labels ignored, say), and weighs nothing.
+    return [(b, count / held) for b, count in zip(window, counts, strict=True) if count]
+
+
+def _turns(state: TrainState, shares: Sequence[tuple[Any, float]]) -> Iterator[Turn]:
+    """Let the task's generators, one for each micro-batch, go on together from turn to turn."""
+    updaters = {updater.name: updater for updater in state.updaters}
+    extras = state.extras("losses")
+    runs = []
+    for batch, share in shares:
+        batch = to_device(batch, state.device, channels_last=state.channels_last)
+        losses = state.task.losses(state.model, batch, **extras)
+        if not isinstance(losses, Iterator):
+            raise _wrong(state, f"must be a generator; it returned a {type(losses).__name__}")
+        runs.append((losses, share))
+    had: list[str] = []
+    while True:
+        mean: Tensor | None = None
+        names: list[str | None] = []
+        for losses, share in runs:
+            with state.precision.autocast():
+                given = next(losses, None)
+                names.append(_name(state, given, had) if given is not None else None)
+                if names[0] != names[-1]:
+                    told = " and ".join(str(name) for name in (names[0], names[-1]))
+                    raise _wrong(state, f"must have the same turns for each micro-batch: {told}")
+                if given is None:
+                    continue
+                loss = _scalar(given[1], state, "losses")
+                if share != 1.0:
+                    loss = loss * share
+            updater = updaters[given[0]]
+            if not loss.requires_grad:
+                raise no_gradient(state, updater)
+            # Of this optimizer alone: what a generator's loss leaves in the critic is not the
+            # critic's gradient.
+            scaled = state.scaler.scale(loss)
+            torch.autograd.backward(scaled, inputs=list(updater.parameters))
+            mean = _added(mean, loss)
+        if mean is None:
+            break
+        had.append(updater.name)
+        yield [updater], mean
+    if not had:
+        raise _wrong(state, "yielded no loss")
+
+
+def _name(state: TrainState, given: Any, had: Sequence[str]) -> str:
+    """Return the optimizer whose turn it is, if it may have one."""
+    names = [updater.name for updater in state.updaters]
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise _wrong(state, f"must yield (name of an optimizer, loss); found {_kind(given)}")
+    name = given[0]
+    if name not in names:
+        raise _wrong(
+            state, f"yielded {name!r}; the optimizers of this recipe are {', '.join(names)}"
+        )
+    if name in had:
+        raise _wrong(
+            state,
+            f"gave {name!r} a second turn in one step; to train it more often than another one, "
+            "take an argument `step` and let the other wait (`if step % 5 == 0`)",
+        )
+    return str(name)
+
+
+def _scalar(loss: Any, state: TrainState, method: str) -> Tensor:
+    if isinstance(loss, Tensor) and not loss.ndim:
+        return loss
+    what = "return" if method == "loss" else "yield"
+    raise _wrong(
+        state, f"must {what} a scalar tensor, the mean over the batch; found {_kind(loss)}", method
+    )
+
+
+def _added(mean: Tensor | None, loss: Tensor) -> Tensor:
+    part = loss.detach().float()
+    return part if mean is None else mean + part
+
+
+def _kind(value: Any) -> str:
+    is_tensor = isinstance(value, Tensor)
+    return f"shape {list(value.shape)}" if is_tensor else f"{type(value).__name__}"
+
+
+def _wrong(state: TrainState, what: str, method: str = "losses") -> UsageError:
+    return UsageError(f"task: {state.task.name}.{method} {what}")

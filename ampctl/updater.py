@@ -1,0 +1,227 @@
+"""An optimizer with what belongs to it: the parameters that it trains and their schedule.
+
+A recipe has one, or several by name (a GAN's two). When they step is the business of ``step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ampctl import optim
+from ampctl.errors import RecipeError
+from ampctl.lr import FunctionSchedule, LearningRate, TorchSchedule
+from ampctl.recipe.layers import child
+from ampctl.recipe.load import LoadedRecipe
+from ampctl.recipe.schema import TARGET, Block, by_name
+from ampctl.recipe.target import build, locate, parameters_of
+
+_FUSED_DEVICES = ("cpu", "cuda", "xpu")  # the kernels of MPS do not look at found_inf
+_FUSED_CHOICES = ("fused", "foreach", "capturable", "differentiable")
+
+
+@dataclass
+class Updater:
+    """One optimizer, its parameters and its schedule; ``name`` is ``""`` where it is the only one.
+
+    ``lr`` is the rate of the group with most parameters.
+    """
+
+    name: str
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    parameters: Sequence[nn.Parameter] = field(init=False)
+    closure: bool = field(init=False)
+    _largest_group: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        groups = self.optimizer.param_groups
+        self.parameters = [parameter for group in groups for parameter in group["params"]]
+        self.closure = optim.needs_closure(self.optimizer)
+        sizes = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
+        self._largest_group = sizes.index(max(sizes))
+
+    @property
+    def lr(self) -> float:
+        """The present learning rate."""
+        rate = self.optimizer.param_groups[self._largest_group]["lr"]
+        return float(rate)  # sync: where somebody made it a tensor
+
+
+def key(figure: str, name: str) -> str:
+    """Return what a figure of an optimizer is called: ``loss``, or ``loss/NAME`` of several."""
+    return f"{figure}/{name}" if name else figure
+
+
+def one_or_by_name(values: Mapping[str, Any]) -> Any:
+    """Return the value of the only optimizer itself, or those of several by name."""
+    return values[""] if "" in values else dict(values)
+
+
+def build_updaters(
+    loaded: LoadedRecipe, model: nn.Module, device: torch.device, total_steps: int | None
+) -> list[Updater]:
+    """Build a recipe's optimizers over the trainable parameters of a model, and their schedules.
+
+    Raises RecipeError for blocks that do not fit, for a parameter that no optimizer gets, and for
+    an optimizer that gets none.
+    """
+    blocks, schedules = by_name(loaded.recipe.optimizer), by_name(loaded.recipe.scheduler)
+    unknown = [name for name in schedules if name and name not in blocks]
+    if unknown:
+        names = ", ".join(filter(None, blocks)) or "without a name"
+        raise RecipeError(
+            [
+                loaded.problem(
+                    child("scheduler", name), "no optimizer is called so", f"they are {names}"
+                )
+                for name in unknown
+            ]
+        )
+    parts = optim.divide(model, loaded, blocks)
+    return [
+        _updater(loaded, name, block, model, parts[name], device, total_steps)
+        for name, block in blocks.items()
+    ]
+
+
+def _updater(
+    loaded: LoadedRecipe,
+    name: str,
+    block: Block,
+    model: nn.Module,
+    part: Collection[nn.Parameter],
+    device: torch.device,
+    total_steps: int | None,
+) -> Updater:
+    at = child("optimizer", name) if name else "optimizer"
+    optimizer = _build_optimizer(loaded, at, block, model, part, device)
+    optim.make_skippable(optimizer)
+    schedules = by_name(loaded.recipe.scheduler)
+    chosen = name if name in schedules else ""
+    at = child("scheduler", chosen) if chosen else "scheduler"
+    schedule = _build_learning_rate(loaded, at, schedules.get(chosen), optimizer, total_steps)
+    return Updater(name, optimizer, schedule)
+
+
+def _build_optimizer(
+    loaded: LoadedRecipe,
+    key: str,
+    block: Block,
+    model: nn.Module,
+    part: Collection[nn.Parameter],
+    device: torch.device,
+) -> torch.optim.Optimizer:
+    """Build an optimizer over named parameters, fused where the device has such a kernel."""
+    globs = block.get("groups")
+    block = {name: value for name, value in block.items() if name not in ("groups", "params")}
+    signature = parameters_of(locate(block[TARGET]))
+    options = set(signature) - {"params"}
+    default = getattr(signature.get("weight_decay"), "default", None)
+    groups = optim.parameter_groups(
+        model,
+        globs,
+        weight_decay=block.get("weight_decay", default),
+        allowed=options,
+        only=part,
+        key=child(key, "groups"),
+        where=loaded.place(child(key, "groups")),
+    )
+    dense = not any(getattr(module, "sparse", False) is True for module in model.modules())
+    plain = not dense or bool(block.get("dampening"))  # see optim.make_skippable
+    fusable = device.type in _FUSED_DEVICES and not plain and "fused" in options
+    if fusable and not any(name in block for name in _FUSED_CHOICES):
+        try:
+            return _checked_optimizer(loaded, key, {**block, "fused": True}, groups)
+        except RecipeError:
+            # Not every optimizer has a fused kernel for every device; if the fault is another
+            # one, the plain form below has it too.
+            pass
+    return _checked_optimizer(loaded, key, block, groups)
+
+
+def _checked_optimizer(
+    loaded: LoadedRecipe, key: str, block: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    copies = [dict(group) for group in groups]  # torch writes its defaults into what it is given
+    optimizer = build(block, key=key, origins=loaded.origins, args=[copies])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        found = type(optimizer).__name__
+        message = f"{block[TARGET]} gave a {found}, not an Optimizer"
+        raise RecipeError([loaded.problem(key, message)])
+    return optimizer
+
+
+def _build_learning_rate(
+    loaded: LoadedRecipe,
+    key: str,
+    block: Block | None,
+    optimizer: torch.optim.Optimizer,
+    total_steps: int | None,
+) -> LearningRate:
+    if block is None:
+        return FunctionSchedule(optimizer, None)
+    provide: dict[str, Any] = {"optimizer": optimizer}
+    if total_steps is not None:
+        provide["total_steps"] = total_steps
+    schedule = build(block, key=key, origins=loaded.origins, provide=provide)
+    if isinstance(schedule, ReduceLROnPlateau) and loaded.recipe.data.eval is None:
+        raise RecipeError([loaded.problem(key, "ReduceLROnPlateau needs data.eval")])
+    if isinstance(schedule, LRScheduler):
+        return TorchSchedule(optimizer, schedule)
+    if not callable(schedule):
+        message = f"{block[TARGET]} gave a {type(schedule).__name__}"
+        advice = "it must be a torch scheduler, or be callable: update count -> factor on the rate"
+        raise RecipeError([loaded.problem(key, message, advice)])
+    return FunctionSchedule(optimizer, schedule)
+
+
+class Rewind:
+    """Take back a step that an optimizer has made, without the host knowing whether it must.
+
+    :meth:`mark` before the step, :meth:`restore` with ``found_inf`` after it. Parameters and every
+    tensor of the optimizer's state are kept; where a step makes new state or changes a number that
+    is no tensor, the host has to look.
+    """
+
+    def __init__(self, updater: Updater) -> None:
+        self._optimizer = updater.optimizer
+        self._parameters = updater.parameters
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
+
+    @torch.no_grad()
+    def mark(self) -> None:
+        """Remember parameters and state as they are."""
+        state = self._optimizer.state
+        self._states = [(p, dict(state[p]) if p in state else {}) for p in self._parameters]
+        values = (v for _, kept in self._states for v in kept.values() if isinstance(v, Tensor))
+        now = [*(parameter.detach() for parameter in self._parameters), *values]
+        if [tensor.data_ptr() for tensor in now] != [t.data_ptr() for t, _ in self._kept]:
+            self._kept = [(tensor, tensor.clone()) for tensor in now]
+            return
+        for tensor, copy in self._kept:
+            copy.copy_(tensor)
+
+    @torch.no_grad()
+    def restore(self, found_inf: Tensor) -> None:
+        """Put back what was remembered where ``found_inf`` (a float scalar) is not 0."""
+        for tensor, copy in self._kept:
+            torch.where(found_inf.to(tensor.device).bool(), copy, tensor, out=tensor)
+        state = self._optimizer.state
+        changed = [(p, kept) for p, kept in self._states if not _is_same(state.get(p, {}), kept)]
+        if changed and found_inf.item():  # sync: its first step, or numbers that the host keeps
+            for parameter, kept in changed:
+                state[parameter] = kept
+
+
+def _is_same(state: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
+    return state.keys() == kept.keys() and all(
+        state[name] is value or (not isinstance(value, Tensor) and state[name] == value)
+        for name, value in kept.items()
+    )
