@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from ampctl import optim, rng
+from ampctl.amp.masters import trainable_half, upcast_
 from ampctl.amp.modules import set_module_dtypes
 from ampctl.amp.precision import Precision, choose_precision
 from ampctl.amp.scaler import LossScaler
@@ -104,6 +105,7 @@ def build_state(
     recipe = loaded.recipe
     bare = build_model(loaded, device)
     bare.train()
+    upcast = upcast_(bare) if recipe.amp.upcast else []
     modules = set_module_dtypes(
         bare, recipe.amp.modules, device_type=device.type, origins=loaded.origins
     )
@@ -114,15 +116,14 @@ def build_state(
             updater.optimizer, dtype="float16" if scaling else precision.name, model=bare
         )
     by_design = frozenset(nonfinite(bare.state_dict()))
-    half = (torch.float16, torch.bfloat16)
-    low = [n for n, p in bare.named_parameters() if p.requires_grad and p.dtype in half]
+    low = trainable_half(bare)
     if recipe.train.ema_decay and low:
         raise _error(
             loaded,
             "train.ema_decay",
             f"{len(low)} parameters are in half precision ({low[0]}, ...), where an average stands "
             "still",
-            "load the model in float32; autocast casts it where that is safe",
+            "set amp.upcast=true, or load the model in float32",
         )
     task = as_task(_build(loaded, "task", recipe.task))
     _refuse_misfits(loaded, task, updaters)
@@ -144,6 +145,7 @@ def build_state(
         channels_last=recipe.train.channels_last,
         nonfinite_by_design=by_design,
         module_dtypes=modules,
+        upcast=upcast,
     )
 
 

@@ -122,7 +122,9 @@ def divide(
             message = "needs params, a glob of the names of its parameters, or a list"
             advice = f'for example params: "{name}.*"'
             problems.append(loaded.problem(child("optimizer", name), message, advice))
-    for entry in owned if not problems else ():
+    if problems:
+        raise RecipeError(problems)
+    for entry in owned:
         owners = [name for name in blocks if any(map(entry.matches, globs[name]))]
         if owners:
             places[owners[0]].append(entry.parameter)
@@ -132,11 +134,15 @@ def divide(
         message = f"{len(left)} trainable parameters are in no optimizer's params: {first_of(left)}"
         advice = "add a glob for them, or set requires_grad=False on them"
         problems.append(loaded.problem("optimizer", message, advice))
-    every = {glob: None for name in blocks for glob in globs[name]} if not problems else {}
-    for name in blocks if every else ():
-        if not places[name]:
-            why = _why_empty(globs[name][0], every, owned, model)
-            problems.append(loaded.problem(child(child("optimizer", name), "params"), *why))
+    every = {glob: None for name in blocks for glob in globs[name]}
+    problems += [
+        loaded.problem(
+            child(child("optimizer", name), "params"),
+            *_why_empty(globs[name][0], every, owned, model),
+        )
+        for name in blocks
+        if not places[name]
+    ]
     if problems:
         raise RecipeError(problems)
     return places
@@ -175,8 +181,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, dtype: str, model: nn.M
     if half:
         raise UsageError(
             f"{len(half)} trainable parameters are float16 themselves: {first_of(half)}. A "
-            "gradient in float16 cannot be unscaled, and small updates are lost. Load the model in "
-            "float32 (for transformers: dtype=torch.float32); autocast casts where that is safe. "
+            "gradient in float16 cannot be unscaled, and small updates are lost. Set amp.upcast=true, "
+            "which trains them in float32, or load the model so (for transformers: dtype: float32). "
             "Frozen parameters may stay float16."
         )
     if dtype == "float16" and needs_closure(optimizer):

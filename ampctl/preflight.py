@@ -83,9 +83,17 @@ def unknown_metric(
     return Problem(loaded.place(key), key, message, advice)
 
 
-def without_effect(recipe: Recipe, *, dtype: str, scaling: bool) -> list[str]:
-    """Say which settings other than the defaults have no effect in a run in ``dtype``."""
+def without_effect(recipe: Recipe, *, dtype: str, scaling: bool, device: str) -> list[str]:
+    """Say which settings other than the defaults have no effect in a run in ``dtype``.
+
+    ``device`` is the type of the device: ``cpu``, ``cuda`` and so on.
+    """
     ignored = {"with one process": _changed("distributed", recipe.distributed)}
+    if device != "cuda":
+        name = "reduced_precision_reduction"
+        ignored[f"on {device}"] = _changed("amp", recipe.amp, (name,))
+    if len(by_name(recipe.optimizer)) == 1:
+        ignored["with one optimizer"] = _changed("amp", recipe.amp, ("all_or_nothing",))
     if not scaling:
         reason = f"in {dtype}, which needs no loss scale"
         ignored[reason] = _changed("amp", recipe.amp, _SCALING)

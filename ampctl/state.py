@@ -125,6 +125,7 @@ class TrainState:
     channels_last: bool = False
     nonfinite_by_design: frozenset[str] = frozenset()
     module_dtypes: Mapping[str, str] = field(default_factory=dict)
+    upcast: Sequence[str] = ()
     progress: Progress = field(default_factory=Progress)
     pending: Pending | None = None
     scale_on_host: float = 1.0

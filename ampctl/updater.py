@@ -217,7 +217,9 @@ class Rewind:
         changed = [(p, kept) for p, kept in self._states if not _is_same(state.get(p, {}), kept)]
         if changed and found_inf.item():  # sync: its first step, or numbers that the host keeps
             for parameter, kept in changed:
-                state[parameter] = kept
+                state.pop(parameter, None)
+                if kept:
+                    state[parameter] = kept
 
 
 def _is_same(state: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:

@@ -58,9 +58,16 @@ class Console:
         else:
             self._tell([train_line(fields)])
 
-    def skip(self, step: int, scale_before: float, scale_after: float, consecutive: int) -> None:
-        """Tell that a non-finite gradient made a step be skipped."""
-        self._tell([skip_line(step, scale_before, scale_after, consecutive)])
+    def skip(
+        self,
+        step: int,
+        scale_before: float,
+        scale_after: float,
+        consecutive: int,
+        optimizers: Sequence[str] = (),
+    ) -> None:
+        """Tell that a non-finite gradient, of which optimizers, made a step be skipped."""
+        self._tell([skip_line(step, scale_before, scale_after, consecutive, optimizers)])
 
     def evaluating(self, total: int | None) -> Evaluating:
         """Return a context in which `advance()` counts the batches of an evaluation."""
@@ -213,7 +220,10 @@ def figure_words(fields: Mapping[str, Any]) -> list[str]:
     Nothing is said of skips until there is one.
     """
     words = []
-    if (loss := fields.get("loss")) is not None:
+    several = {name: value for name, value in fields.items() if name.startswith("loss/")}
+    if several:
+        words += [f"{name} {significant(value, 4)}" for name, value in several.items()]
+    elif (loss := fields.get("loss")) is not None:
         words.append(f"loss {significant(loss, 4)}")
     if (lr := fields.get("lr")) is not None:
         words.append(f"lr {lr:.1e}")
@@ -228,13 +238,20 @@ def figure_words(fields: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def skip_line(step: int, scale_before: float, scale_after: float, consecutive: int) -> str:
+def skip_line(
+    step: int,
+    scale_before: float,
+    scale_after: float,
+    consecutive: int,
+    optimizers: Sequence[str] = (),
+) -> str:
     """Word a `skip` event; the scale is told only if it moved."""
     moved = (
         f", scale {scale_before:.8g} -> {scale_after:.8g}" if scale_before != scale_after else ""
     )
     row = f", {consecutive} in a row" if consecutive > 1 else ""
-    return f"step {step}  skipped: non-finite gradient{moved}{row}"
+    of = f" of {', '.join(optimizers)}" if optimizers else ""
+    return f"step {step}  skipped: non-finite gradient{of}{moved}{row}"
 
 
 def evaluation_line(step: int, metrics: Mapping[str, Any], best: bool) -> str:

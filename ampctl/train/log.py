@@ -16,6 +16,7 @@ from ampctl.checkpoint.store import Saved
 from ampctl.state import Progress, StepReport
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
+from ampctl.updater import key
 
 FLOAT16_MAX = 65504.0
 
@@ -76,15 +77,21 @@ class RunLog:
     def report(self, report: StepReport, progress: Progress) -> None:
         """Tell a step's fate: a skip always, its figures if the step is one to be logged."""
         if report.skipped:
+            names = [name for name, own in report.optimizers.items() if own["skipped"]]
             self._metrics.write(
                 "skip",
                 report.step,
                 scale_before=report.scale_before,
                 scale_after=report.scale_after,
                 consecutive=report.consecutive_skips,
+                **({"optimizers": names} if names else {}),
             )
             self.console.skip(
-                report.step, report.scale_before, report.scale_after, report.consecutive_skips
+                report.step,
+                report.scale_before,
+                report.scale_after,
+                report.consecutive_skips,
+                names,
             )
         mark = self._marks.pop(report.step, None)
         if mark is None:
@@ -100,6 +107,7 @@ class RunLog:
             "scale": report.scale_after,
             "skipped": progress.skipped,
             "updates": progress.updates,
+            **_of_each(report, progress),
             "samples": mark["samples"],
             "samples_per_s": mark["samples_per_s"],
             "step_ms": mark["step_ms"],
@@ -144,6 +152,19 @@ class RunLog:
         """Give the screen back and close the file."""
         self.console.close()
         self._metrics.close()
+
+
+def _of_each(report: StepReport, progress: Progress) -> dict[str, float | None]:
+    """Return the figures of each of several optimizers, as ``loss/NAME`` and the like."""
+    figures: dict[str, float | None] = {}
+    for name in progress.optimizer_updates:
+        own = report.optimizers.get(name, {})
+        figures |= {
+            key(what, name): own[what] for what in ("loss", "lr", "grad_norm") if what in own
+        }
+        figures[key("skipped", name)] = progress.optimizer_skips[name]
+        figures[key("updates", name)] = progress.optimizer_updates[name]
+    return figures
 
 
 def _headroom(report: StepReport) -> float | None:

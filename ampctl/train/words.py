@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ampctl.build import Job
+from ampctl.errors import first_of
 from ampctl.optim import describe_groups
 
 
@@ -21,6 +22,14 @@ def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
         f"{steps} of {data.batch_size} samples{accumulated}",
         f"on {state.device} in {state.precision.name} ({state.precision.reason})",
     ]
+    accuracy = _accuracy(job)
+    if accuracy:
+        lines.append(accuracy)
+    if state.upcast:
+        lines.append(
+            f"upcast: {len(state.upcast)} parameters that came in half precision are trained in "
+            f"float32: {first_of(state.upcast)}"
+        )
     if state.module_dtypes:
         names = ", ".join(f"{name} in {dtype}" for name, dtype in state.module_dtypes.items())
         lines.append(f"apart: {names}")
@@ -39,12 +48,26 @@ def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
     return lines
 
 
+def _accuracy(job: Job) -> str:
+    """Say how matrix products are computed, where the recipe or the device leaves a choice."""
+    amp, said = job.recipe.amp, []
+    on_cuda = job.state.device.type == "cuda"
+    if amp.matmul_precision != "highest" or on_cuda:
+        said.append(f"float32 products at precision {amp.matmul_precision}")
+    if on_cuda and job.state.precision.name != "float32":
+        kind = "half" if amp.reduced_precision_reduction else "float32"
+        said.append(f"{job.state.precision.name} products added up in {kind} precision")
+    return "; ".join(said)
+
+
 def ending(job: Job, run_dir: Path, reason: str) -> list[str]:
     """Say how a run ended, what it reached, and the command that goes on."""
     progress = job.state.progress
     skipped = f", {progress.skipped} skipped" if progress.skipped else ""
     how = "stopped early" if reason == "early_stop" else "complete"
     lines = [f"{how}: {progress.step} steps, {progress.updates} updates{skipped}"]
+    for name, updates in progress.optimizer_updates.items():
+        lines.append(f"{name}: {updates} updates, {progress.optimizer_skips[name]} skipped")
     if progress.best is not None:
         monitor = job.recipe.checkpoint.monitor
         lines.append(f"best {monitor} {progress.best:.4g} at step {progress.best_step}")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ampctl import environment
 from ampctl.build import Job, build_job
 from ampctl.checkpoint import lock
@@ -287,7 +289,15 @@ def _changed(old: Block | None, new: Block | None, names: Sequence[str]) -> list
 
 def _without_effect(job: Job) -> list[str]:
     state = job.state
-    return without_effect(job.recipe, dtype=state.precision.name, scaling=state.scaler.enabled)
+    notes = without_effect(
+        job.recipe,
+        dtype=state.precision.name,
+        scaling=state.scaler.enabled,
+        device=state.device.type,
+    )
+    if job.recipe.amp.upcast and not state.upcast:
+        notes.append("no effect where no trainable parameter is in half precision: amp.upcast")
+    return notes
 
 
 def _tell_start(run: Run, origin: Origin | None) -> None:
@@ -298,6 +308,7 @@ def _tell_start(run: Run, origin: Origin | None) -> None:
         "device": str(state.device),
         "world_size": 1,
         "parameters": sum(p.numel() for p in state.bare.parameters()),
+        "matmul_precision": torch.get_float32_matmul_precision(),
     }
     if origin is not None:
         fields |= {"checkpoint": origin.path.name, "epoch": progress.epoch}
