@@ -146,6 +146,7 @@ def build_state(
         nonfinite_by_design=by_design,
         module_dtypes=modules,
         upcast=upcast,
+        compiled=recipe.train.compile is not False,
     )
 
 

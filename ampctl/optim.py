@@ -181,9 +181,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, dtype: str, model: nn.M
     if half:
         raise UsageError(
             f"{len(half)} trainable parameters are float16 themselves: {first_of(half)}. A "
-            "gradient in float16 cannot be unscaled, and small updates are lost. Set amp.upcast=true, "
-            "which trains them in float32, or load the model so (for transformers: dtype: float32). "
-            "Frozen parameters may stay float16."
+            "gradient in float16 cannot be unscaled, and small updates are lost. Set "
+            "amp.upcast=true, which trains them in float32, or load the model so (transformers: "
+            "dtype: float32). Frozen parameters may stay float16."
         )
     if dtype == "float16" and needs_closure(optimizer):
         raise UsageError(

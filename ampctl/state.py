@@ -13,13 +13,13 @@ from ampctl import rng
 from ampctl.amp.precision import Precision
 from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
+from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import WeightAverage
 from ampctl.errors import CheckpointError
+from ampctl.load_state import fit_message, load_model, load_optimizer
 from ampctl.recipe.schema import AmpConfig
 from ampctl.tasks import Task, asks_for, has_own
 from ampctl.updater import Rewind, Updater, one_or_by_name
-
-_KERNEL_CHOICES = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass
@@ -54,7 +54,8 @@ class StepReport:
     ``loss`` is the mean over the step's items, ``lr`` the largest group's rate; ``scale_before``
     was used by the step, ``scale_after`` is used by the next. Where measured, else None:
     ``grad_norm``, the 2-norm of the unscaled gradient before clipping; ``underflow``, the share of
-    gradient values that float16 loses at this scale; ``largest``, the largest scaled one.
+    gradient values that float16 loses at this scale; ``largest``, the largest scaled one;
+    ``activation``, the largest float16 output of a module, and which module's it is.
 
     With several optimizers ``loss`` is the sum of what their turns lost, ``lr`` the rate of the
     first that took part, and the step is skipped if one of them was; ``optimizers`` has for each
@@ -67,6 +68,8 @@ class StepReport:
     grad_norm: float | None
     underflow: float | None
     largest: float | None
+    activation: float | None
+    activation_module: str | None
     skipped: bool
     scale_before: float
     scale_after: float
@@ -79,11 +82,18 @@ class Pending:
 
     On an accelerator the copy is asynchronous; by the time the next optimizer step is about to be
     queued it has long arrived, so that reading it holds nothing up. ``rates`` are the learning
-    rates of the optimizers that took part, by name.
+    rates of the optimizers that took part, by name; ``modules``: see ``amp.activations``.
     """
 
-    def __init__(self, step: int, rates: Mapping[str, float], figures: Mapping[str, Tensor]):
+    def __init__(
+        self,
+        step: int,
+        rates: Mapping[str, float],
+        figures: Mapping[str, Tensor],
+        modules: Sequence[nn.Module],
+    ) -> None:
         self.step = step
+        self.modules = modules
         self.rates = rates
         self._names = tuple(figures)
         self._event: Any = None
@@ -122,7 +132,9 @@ class TrainState:
     device: torch.device
     buffers: BufferGuard
     ema: WeightAverage | None
+    ranks: Ranks = ALONE
     channels_last: bool = False
+    compiled: bool = False
     nonfinite_by_design: frozenset[str] = frozenset()
     module_dtypes: Mapping[str, str] = field(default_factory=dict)
     upcast: Sequence[str] = ()
@@ -132,6 +144,7 @@ class TrainState:
     parameters: Sequence[nn.Parameter] = field(init=False)
     rewinds: Mapping[str, Rewind] = field(init=False)
     takes_turns: bool = field(init=False)
+    watches_activations: bool = field(init=False)
     _asked: Mapping[str, frozenset[str]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,6 +153,8 @@ class TrainState:
         together = self.amp.all_or_nothing and len(self.updaters) > 1
         self.rewinds = {each.name: Rewind(each) for each in self.updaters} if together else {}
         self.takes_turns = has_own(self.task, "losses")
+        # A hook would make a compiled model be compiled anew.
+        self.watches_activations = self.scaler.enabled and not self.compiled
         self._asked = {name: asks_for(getattr(self.task, name)) for name in ("loss", "losses")}
         counts = {updater.name: 0 for updater in self.updaters if updater.name}
         self.progress.optimizer_updates = {**counts, **self.progress.optimizer_updates}
@@ -152,6 +167,15 @@ class TrainState:
             return {}
         given = {"grad": self.scaler.grad, "step": self.progress.step}
         return {name: given[name] for name in asked}
+
+    def agree(self) -> None:
+        """Start all ranks with the loss scale of rank 0."""
+        self.ranks.follow_first_(self.scaler.tensors())
+        self.scale_on_host = float(self.scaler.current_scale)
+
+    def require_agreement(self) -> None:
+        """Raise NumericsError if the loss scale that the host last read differs between ranks."""
+        self.ranks.require_equal("the loss scale", self.scale_on_host, self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this state, by the contract's keys.
@@ -170,7 +194,7 @@ class TrainState:
             "progress": asdict(self.progress),
             "rng": [rng.get_state(self.device)],
             "dtype": self.precision.name,
-            "world_size": 1,
+            "world_size": self.ranks.size,
         }
 
     def load_state_dict(
@@ -230,90 +254,10 @@ class TrainState:
         if names != own:
             was, now = (", ".join(each).strip() or "one without a name" for each in (names, own))
             difference = [f"{was} in the checkpoint, {now} in the recipe"]
-            raise CheckpointError(_fit_message("the optimizers", difference))
+            raise CheckpointError(fit_message("the optimizers", difference))
         if names == [""]:
             return {"": saved["optimizer"]}, {"": saved["scheduler"]}
         return saved["optimizer"], saved["scheduler"]
-
-
-def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load weights strictly; raise CheckpointError that lists by name what does not fit."""
-    own = model.state_dict()
-    problems = [f"{name}: missing in the checkpoint" for name in own if name not in state]
-    problems += [f"{name}: not in the model" for name in state if name not in own]
-    for name in own.keys() & state.keys():
-        mine, saved = own[name], state[name]
-        if isinstance(mine, Tensor) and isinstance(saved, Tensor) and mine.shape != saved.shape:
-            problems.append(f"{name}: {list(saved.shape)} saved, {list(mine.shape)} in the model")
-    if problems:
-        raise CheckpointError(_fit_message("model", sorted(problems)))
-    model.load_state_dict(dict(state), strict=True)
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, recipe_wins: bool
-) -> None:
-    """Load an optimizer's state; raise CheckpointError that names the parameters that differ."""
-    own_groups = optimizer.state_dict()["param_groups"]
-    own = [tuple(group.get("param_names", ())) for group in own_groups]
-    saved = [tuple(group.get("param_names", ())) for group in state["param_groups"]]
-    counts_differ = [len(g["params"]) for g in own_groups] != [
-        len(g["params"]) for g in state["param_groups"]
-    ]
-    if own != saved or counts_differ:
-        raise CheckpointError(_fit_message("optimizer", _group_difference(own, saved)))
-    from_recipe = [
-        {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        for group in own_groups
-    ]
-    # How a step is computed was settled when the optimizer was built, for this device.
-    groups = [
-        {**group, **{name: fresh[name] for name in _KERNEL_CHOICES if name in fresh}}
-        for group, fresh in zip(state["param_groups"], own_groups, strict=True)
-    ]
-    try:
-        optimizer.load_state_dict({**state, "param_groups": groups})
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(_fit_message("optimizer", [str(error)])) from error
-    _put_back_dtypes(optimizer, state)
-    for group, fresh in zip(optimizer.param_groups, from_recipe, strict=True):
-        for name, value in fresh.items():
-            # The rate is the schedule's, which brings a new base rate to bear itself.
-            if name not in group or (recipe_wins and name not in ("lr", "initial_lr")):
-                group[name] = value
-
-
-def _put_back_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Undo that torch casts an optimizer's state to its parameter's dtype (NAdam's products)."""
-    indices = [index for group in state["param_groups"] for index in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, parameter in zip(indices, parameters, strict=True):
-        for name, saved in state["state"].get(index, {}).items():
-            loaded = optimizer.state[parameter].get(name)
-            both = isinstance(saved, Tensor) and isinstance(loaded, Tensor)
-            if both and loaded.dtype != saved.dtype:
-                optimizer.state[parameter][name] = saved.to(loaded.device)
-
-
-def _group_difference(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> list[str]:
-    place = {name: f"group {i}" for i, names in enumerate(own) for name in names}
-    saved_place = {name: f"group {i}" for i, names in enumerate(saved) for name in names}
-    lines = [
-        f"{name}: {saved_place.get(name, 'nowhere')} in the checkpoint, "
-        f"{place.get(name, 'nowhere (frozen or gone)')} now"
-        for name in sorted(place.keys() | saved_place.keys())
-        if place.get(name) != saved_place.get(name)
-    ]
-    return lines or [f"{len(saved)} parameter groups in the checkpoint, {len(own)} now"]
-
-
-def _fit_message(part: str, lines: Sequence[str], shown: int = 8) -> str:
-    more = f"\n  and {len(lines) - shown} more" if len(lines) > shown else ""
-    listing = "\n".join(f"  {line}" for line in lines[:shown])
-    return (
-        f"the checkpoint does not fit the recipe: {part}\n{listing}{more}\n"
-        f"Resume with the recipe that it was saved with, or start a new run."
-    )
 
 
 def _inside(payload: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[str, bool]:

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampctl.amp import gradients
+from ampctl.amp.activations import Peaks
 from ampctl.losses import backward_passes, forward_backward, no_gradient
 from ampctl.state import Pending, StepReport, TrainState
 from ampctl.updater import Updater, key
@@ -47,25 +48,22 @@ def train_step(
     rates: dict[str, float] = {}
     figures: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}  # found_inf of each optimizer that has had its turn
-    for updaters, loss in backward_passes(state, window):
-        if not found:
-            before = settle(state)  # its schedules and counters must stand before the next update
-        for updater in updaters:
-            updater.learning_rate.before_update()
-            rates[updater.name] = updater.lr
-            found[updater.name] = _unscale_and_clip(state, updater, figures, measure=measure)
-        if state.rewinds:
-            found = dict.fromkeys(found, _any(found))
-        for updater in updaters:
-            if state.rewinds:
-                state.rewinds[updater.name].mark()
-            if updater.closure:
-                _step_with_closure(state, updater, found[updater.name], window, loss)
-            else:
-                state.scaler.step(updater.optimizer, found[updater.name])
-        figures[key("loss", updaters[0].name if len(updaters) == 1 else "")] = loss
-        if not state.rewinds:
-            _leave_no_trace(state, updaters, found)
+    with Peaks(active=measure and state.watches_activations) as peaks:
+        for updaters, loss in backward_passes(state, window):
+            if not found:
+                # Schedules and counters must stand before the next update.
+                before = settle(state)
+            figures[key("loss", updaters[0].name if len(updaters) == 1 else "")] = loss
+            for updater in updaters:
+                updater.learning_rate.before_update()
+                rates[updater.name] = updater.lr
+                found[updater.name] = _unscale_and_clip(state, updater, figures, measure=measure)
+            if state.rewinds:  # all or nothing
+                found = dict.fromkeys(found, _any(found))
+            for updater in updaters:
+                _step(state, updater, found[updater.name], window, loss)
+            if not state.rewinds:
+                _leave_no_trace(state, updaters, found)
 
     overflow = _any(found)
     if state.rewinds:
@@ -77,8 +75,8 @@ def train_step(
 
     state.progress.step += 1
     figures |= {key("found_inf", name): found_inf for name, found_inf in found.items()}
-    figures["scale"] = state.scaler.current_scale
-    state.pending = Pending(state.progress.step, rates, figures)
+    figures |= {"scale": state.scaler.current_scale, **peaks.figures()}
+    state.pending = Pending(state.progress.step, rates, figures, peaks.modules)
     return before
 
 
@@ -119,12 +117,22 @@ def settle(state: TrainState) -> StepReport | None:
         grad_norm=figures.get("grad_norm"),
         underflow=figures.get("underflow"),
         largest=figures.get("largest"),
+        activation=figures.get("activation"),
+        activation_module=_name(state, pending.modules, figures.get("activation_at")),
         skipped=skipped,
         scale_before=scale_before,
         scale_after=figures["scale"],
         consecutive_skips=progress.consecutive_skips,
         optimizers=of_each,
     )
+
+
+def _name(state: TrainState, modules: Sequence[nn.Module], at: float | None) -> str | None:
+    """Return the name of the module with the largest output."""
+    if at is None:
+        return None
+    module = modules[int(at)]
+    return next((name for name, each in state.bare.named_modules() if each is module), None)
 
 
 def _own_figures(figures: Mapping[str, float], name: str, lr: float) -> dict[str, float]:
@@ -190,7 +198,20 @@ def _unscale_and_clip(
         gradients.clip_norm_(groups, norm, state.amp.clip_norm)
     if state.amp.clip_value is not None:
         gradients.clip_value_(groups, state.amp.clip_value)
+    state.ranks.any_(found_inf)
     return found_inf
+
+
+def _step(
+    state: TrainState, updater: Updater, found_inf: Tensor, window: Sequence[Any], loss: Tensor
+) -> None:
+    """Let one optimizer make its step, unless ``found_inf``."""
+    if state.rewinds:
+        state.rewinds[updater.name].mark()
+    if updater.closure:
+        _step_with_closure(state, updater, found_inf, window, loss)
+    else:
+        state.scaler.step(updater.optimizer, found_inf)
 
 
 def _step_with_closure(

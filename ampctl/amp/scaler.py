@@ -42,6 +42,10 @@ class LossScaler:
         """The scale, a float32 scalar on the device; it changes in place at :meth:`update`."""
         return self._scale
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the scale and its two trackers, which ranks must have in common."""
+        return self._scale, self._growth_tracker, self._hysteresis_tracker
+
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply a loss by the scale."""
         return loss * self._scale if self.enabled else loss

@@ -19,6 +19,7 @@ from ampctl.track.metrics import MetricsFile
 from ampctl.updater import key
 
 FLOAT16_MAX = 65504.0
+LOW_HEADROOM = 1.0  # doublings
 
 
 class RunLog:
@@ -40,6 +41,7 @@ class RunLog:
         self._every = every_steps
         self._total = total_steps
         self._device = device
+        self._warned: set[str] = set()
         self._marks: dict[int, dict[str, Any]] = {}
         self._since: tuple[float, int, int] | None = None
         self._stalls: dict[int, float] = {}
@@ -103,7 +105,8 @@ class RunLog:
             "lr": report.lr,
             "grad_norm": report.grad_norm,
             "underflow": report.underflow,
-            "headroom": _headroom(report),
+            "headroom": _headroom(report.largest),
+            "activation_headroom": _headroom(report.activation),
             "scale": report.scale_after,
             "skipped": progress.skipped,
             "updates": progress.updates,
@@ -114,8 +117,21 @@ class RunLog:
             "memory_mb": _memory_mb(self._device),
         }
         self._metrics.write("train", **fields)
+        self._warn_of_overflow(report)
         # A scale that is always 1 says nothing to a person.
         self.console.train(fields if self._scaling else fields | {"scale": None})
+
+    def _warn_of_overflow(self, report: StepReport) -> None:
+        """Warn, once for each module, before its output overflows."""
+        headroom, name = _headroom(report.activation), report.activation_module
+        if headroom is None or headroom >= LOW_HEADROOM or name is None or name in self._warned:
+            return
+        self._warned.add(name)
+        self.console.warn(
+            f"step {report.step}: the output of model.{name} reaches {report.activation:.0f}, and "
+            f"float16 ends at {FLOAT16_MAX:.0f}: it is about to overflow. Set "
+            f'amp.modules={{"{name}": float32}} or amp.dtype=bfloat16, or look at why it grows.'
+        )
 
     def evaluation(
         self, progress: Progress, epoch: int, metrics: Mapping[str, float], *, best: bool
@@ -167,11 +183,11 @@ def _of_each(report: StepReport, progress: Progress) -> dict[str, float | None]:
     return figures
 
 
-def _headroom(report: StepReport) -> float | None:
-    """Return how often the scale could still double before the largest gradient overflows."""
-    if not report.largest or not math.isfinite(report.largest):
+def _headroom(largest: float | None) -> float | None:
+    """Return how often a value could still double before it overflows float16."""
+    if not largest or not math.isfinite(largest):
         return None
-    return round(math.log2(FLOAT16_MAX / report.largest), 2)
+    return round(math.log2(FLOAT16_MAX / largest), 2)
 
 
 def _memory_mb(device: torch.device) -> float:

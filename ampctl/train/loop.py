@@ -184,6 +184,8 @@ def evaluation_was_cut_off(job: Job) -> bool:
 
 def _take(run: Run, report: StepReport) -> None:
     """Tell a step's fate, and stop the run when non-finite steps have lasted too long."""
+    if run.log.is_due(report.step):
+        run.job.state.require_agreement()
     run.log.report(report, run.progress)
     if report.scale_after != report.scale_before:
         run.scales.append((report.step, report.scale_after))
@@ -285,6 +287,7 @@ def _save(run: Run) -> None:
     """Take a snapshot of the state and hand it to the store; the store writes it."""
     begin = time.perf_counter()
     job, state, progress = run.job, run.job.state, run.progress
+    state.require_agreement()
     payload = plain.snapshot(
         {
             **state.state_dict(),

@@ -210,6 +210,7 @@ def _fit(
     if origin is not None:
         run.saved_step = job.state.progress.step
     try:
+        job.state.agree()
         _tell_start(run, origin)
         reason = fit(run)
         log.stop(run.progress.step, reason, 0)
@@ -306,7 +307,7 @@ def _tell_start(run: Run, origin: Origin | None) -> None:
         "recipe_digest": job.loaded.digest,
         "dtype": state.precision.name,
         "device": str(state.device),
-        "world_size": 1,
+        "world_size": state.ranks.size,
         "parameters": sum(p.numel() for p in state.bare.parameters()),
         "matmul_precision": torch.get_float32_matmul_precision(),
     }

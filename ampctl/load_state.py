@@ -1,0 +1,94 @@
+"""Saved states of models and optimizers into present ones; what does not fit is told by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampctl.errors import CheckpointError
+
+_KERNEL_CHOICES = ("fused", "foreach", "capturable", "differentiable")
+
+
+def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load weights strictly; raise CheckpointError that lists by name what does not fit."""
+    own = model.state_dict()
+    problems = [f"{name}: missing in the checkpoint" for name in own if name not in state]
+    problems += [f"{name}: not in the model" for name in state if name not in own]
+    for name in own.keys() & state.keys():
+        mine, saved = own[name], state[name]
+        if isinstance(mine, Tensor) and isinstance(saved, Tensor) and mine.shape != saved.shape:
+            problems.append(f"{name}: {list(saved.shape)} saved, {list(mine.shape)} in the model")
+    if problems:
+        raise CheckpointError(fit_message("model", sorted(problems)))
+    model.load_state_dict(dict(state), strict=True)
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, recipe_wins: bool
+) -> None:
+    """Load an optimizer's state; raise CheckpointError that names the parameters that differ."""
+    own_groups = optimizer.state_dict()["param_groups"]
+    own = [tuple(group.get("param_names", ())) for group in own_groups]
+    saved = [tuple(group.get("param_names", ())) for group in state["param_groups"]]
+    counts_differ = [len(g["params"]) for g in own_groups] != [
+        len(g["params"]) for g in state["param_groups"]
+    ]
+    if own != saved or counts_differ:
+        raise CheckpointError(fit_message("optimizer", _group_difference(own, saved)))
+    from_recipe = [
+        {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        for group in own_groups
+    ]
+    # How a step is computed was settled when the optimizer was built, for this device.
+    groups = [
+        {**group, **{name: fresh[name] for name in _KERNEL_CHOICES if name in fresh}}
+        for group, fresh in zip(state["param_groups"], own_groups, strict=True)
+    ]
+    try:
+        optimizer.load_state_dict({**state, "param_groups": groups})
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(fit_message("optimizer", [str(error)])) from error
+    _put_back_dtypes(optimizer, state)
+    for group, fresh in zip(optimizer.param_groups, from_recipe, strict=True):
+        for name, value in fresh.items():
+            # The rate is the schedule's, which brings a new base rate to bear itself.
+            if name not in group or (recipe_wins and name not in ("lr", "initial_lr")):
+                group[name] = value
+
+
+def _put_back_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Undo that torch casts an optimizer's state to its parameter's dtype (NAdam's products)."""
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        for name, saved in state["state"].get(index, {}).items():
+            loaded = optimizer.state[parameter].get(name)
+            both = isinstance(saved, Tensor) and isinstance(loaded, Tensor)
+            if both and loaded.dtype != saved.dtype:
+                optimizer.state[parameter][name] = saved.to(loaded.device)
+
+
+def _group_difference(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> list[str]:
+    place = {name: f"group {i}" for i, names in enumerate(own) for name in names}
+    saved_place = {name: f"group {i}" for i, names in enumerate(saved) for name in names}
+    lines = [
+        f"{name}: {saved_place.get(name, 'nowhere')} in the checkpoint, "
+        f"{place.get(name, 'nowhere (frozen or gone)')} now"
+        for name in sorted(place.keys() | saved_place.keys())
+        if place.get(name) != saved_place.get(name)
+    ]
+    return lines or [f"{len(saved)} parameter groups in the checkpoint, {len(own)} now"]
+
+
+def fit_message(part: str, lines: Sequence[str], shown: int = 8) -> str:
+    """Say what of a part of a checkpoint does not fit, the first few lines of it."""
+    more = f"\n  and {len(lines) - shown} more" if len(lines) > shown else ""
+    listing = "\n".join(f"  {line}" for line in lines[:shown])
+    return (
+        f"the checkpoint does not fit the recipe: {part}\n{listing}{more}\n"
+        f"Resume with the recipe that it was saved with, or start a new run."
+    )

@@ -1,0 +1,125 @@
+"""amp.upcast: float32 masters of half-precision parameters; and how exact matrix products are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_resume_exact import RECIPE, assert_same, last, resume, train
+from torch import Tensor, nn
+
+from ampctl.amp.masters import trainable_half, upcast_
+from ampctl.build import build_job
+from ampctl.errors import UsageError
+from ampctl.recipe.load import load_recipe
+from ampctl.track.metrics import read_metrics
+
+HALF_MODEL = "model={_target_: test_masters.HalfNet}"
+
+
+class HalfNet(nn.Module):
+    """Trainable half-precision layers beside a frozen one, as an adapter on a base model is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 16).half().requires_grad_(False)
+        self.norm = nn.BatchNorm1d(16).half()
+        self.head = nn.Linear(16, 4).half()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.base(x)).relu())
+
+
+@pytest.fixture(autouse=True)
+def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    Path("recipe.yaml").write_text(RECIPE)
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_op1_upcast_makes_float32_masters_and_leaves_what_is_frozen() -> None:
+    model = HalfNet()
+    values = {name: p.detach().float() for name, p in model.named_parameters()}
+    names = upcast_(model)
+    assert names == ["norm.weight", "norm.bias", "head.weight", "head.bias"]
+    assert trainable_half(model) == []
+    assert model.norm.running_mean is not None
+    assert {model.norm.running_mean.dtype, model.head.weight.dtype} == {torch.float32}
+    assert model.base.weight.dtype == torch.float16
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach().float(), values[name])
+
+
+def test_op1_a_tied_half_parameter_stays_tied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
+    model[1].weight = model[0].weight
+    upcast_(model)
+    assert model[1].weight is model[0].weight
+    assert model[1].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_op1_op2_a_half_model_trains_and_resumes_with_upcast(dtype: str) -> None:
+    changes = (HALF_MODEL, f"amp.dtype={dtype}", "amp.upcast=true")
+    saved = last(train("a", *changes))
+    for name, tensor in saved["model"].items():
+        if tensor.is_floating_point():
+            half = name.startswith("base.")
+            assert tensor.dtype == (torch.float16 if half else torch.float32), name
+            assert torch.isfinite(tensor).all(), name
+    resume(Path("a/checkpoints/step-00000005.pt"), run_dir="b")
+    assert_same(last(Path("b")), saved)
+
+
+def test_op1_without_it_the_parameters_are_named_with_the_remedy() -> None:
+    with pytest.raises(UsageError, match=r"(?s)norm.weight.*amp.upcast=true"):
+        build_job(load_recipe("recipe.yaml", [HALF_MODEL, "amp.dtype=float16"]))
+
+
+def test_upcast_where_nothing_is_in_half_precision_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from ampctl.train import worker
+
+    loaded = load_recipe("recipe.yaml", ["amp.upcast=true", "train.max_epochs=1"])
+    worker.train(loaded, run_dir=Path("a"), resume=False, quiet=False)
+    assert "no effect where no trainable parameter is in half precision" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wanted", ["highest", "high", "medium"])
+def test_the_precision_of_matrix_products_is_set_whatever_a_module_did(
+    wanted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ampctl.train import worker
+
+    torch.set_float32_matmul_precision("medium" if wanted == "high" else "high")
+    changes = [f"amp.matmul_precision={wanted}", "train.max_epochs=1"]
+    loaded = load_recipe("recipe.yaml", changes)
+    worker.train(loaded, run_dir=Path("a"), resume=False, quiet=False)
+    assert torch.get_float32_matmul_precision() == wanted
+    said = capsys.readouterr().out
+    assert ("float32 products at precision" in said) == (wanted != "highest")
+    start = next(e for e in read_metrics(Path("a/metrics.jsonl")) if e["event"] == "start")
+    assert start["matmul_precision"] == wanted
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_reductions_in_half_precision_are_set_for_both_dtypes(
+    allowed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ampctl.train import worker
+
+    matmul: Any = torch.backends.cuda.matmul
+    changes = [f"amp.reduced_precision_reduction={allowed}", "train.max_epochs=1"]
+    loaded = load_recipe("recipe.yaml", changes)
+    worker.train(loaded, run_dir=Path("a"), resume=False, quiet=False)
+    assert matmul.allow_fp16_reduced_precision_reduction == allowed
+    assert matmul.allow_bf16_reduced_precision_reduction == allowed
+    matmul.allow_fp16_reduced_precision_reduction = True
+    matmul.allow_bf16_reduced_precision_reduction = True
+    said = capsys.readouterr().out
+    assert ("no effect on cpu: amp.reduced_precision_reduction" in said) == (not allowed)
