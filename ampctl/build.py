@@ -111,10 +111,8 @@ def build_state(
     )
     scaling = precision.needs_scaling or "float16" in modules.values()
     updaters = build_updaters(loaded, bare, device, total_steps)
-    for updater in updaters:
-        optim.check_optimizer(
-            updater.optimizer, dtype="float16" if scaling else precision.name, model=bare
-        )
+    for updater in updaters if scaling else ():
+        optim.refuse_closure(updater.optimizer)
     by_design = frozenset(nonfinite(bare.state_dict()))
     low = trainable_half(bare)
     if recipe.train.ema_decay and low:

@@ -141,7 +141,8 @@ def check(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = F
         from ampctl.train.check import check_recipe
 
         facts = check_recipe(loaded)
-        _print(facts, [f"{name + ':':<12} {value}" for name, value in facts.items()], as_json)
+        shown = {name: value for name, value in facts.items() if name != "findings"}
+        _print(facts, [f"{name + ':':<12} {value}" for name, value in shown.items()], as_json)
 
 
 @app.command()

@@ -164,28 +164,9 @@ def describe_groups(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, *, dtype: str, model: nn.Module) -> None:
-    """Raise UsageError if this optimizer cannot train this model in ``dtype`` (float16, ...)."""
-    parameters = [entry for group in optimizer.param_groups for entry in group["params"]]
-    if not any(parameter.requires_grad for parameter in parameters):
-        found = f"all {len(parameters)} are frozen" if parameters else "it has none"
-        raise UsageError(
-            f"{type(optimizer).__name__} got no trainable parameter of {type(model).__name__}: "
-            f"{found}. Set requires_grad=True on what should be trained."
-        )
-    half = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype == torch.float16
-    ]
-    if half:
-        raise UsageError(
-            f"{len(half)} trainable parameters are float16 themselves: {first_of(half)}. A "
-            "gradient in float16 cannot be unscaled, and small updates are lost. Set "
-            "amp.upcast=true, which trains them in float32, or load the model so (transformers: "
-            "dtype: float32). Frozen parameters may stay float16."
-        )
-    if dtype == "float16" and needs_closure(optimizer):
+def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError for an optimizer that cannot be used with loss scaling (LBFGS)."""
+    if needs_closure(optimizer):
         raise UsageError(
             f"{type(optimizer).__name__} calls the model itself, several times a step, and so "
             "cannot be used with loss scaling, which float16 needs. "

@@ -2,6 +2,7 @@
 
     python scripts/bench_step.py [--rounds 7] [--steps 600] [--json FILE]
     python scripts/bench_step.py --startup [--rounds 7]
+    python scripts/bench_step.py --numerics [--rounds 7] [--json FILE]
 
 A 64-128-10 MLP, batch 64, fused AdamW, clipping at 1.0, one thread; the loop by hand reads a
 ``DataLoader`` over a ``TensorDataset``. ampctl runs whole: progress, logging and metrics are on.
@@ -9,6 +10,10 @@ A 64-128-10 MLP, batch 64, fused AdamW, clipping at 1.0, one thread; the loop by
 which ampctl reads with one gather a batch. A ratio below 1 means that ampctl is faster.
 ``--startup`` compares the peak memory of a whole run, and what ``ampctl --help`` takes longer than
 ``python -c pass``.
+``--numerics`` is the cost of the float16 figures (``underflow``, ``headroom``) at the default log
+interval: a 10.5 M parameter MLP, batch 256, measured every tenth step against never, in turn; and,
+since that difference drowns in noise, the time of the one function over that of ten steps. It is
+the processor's time, which other programs touch less than the clock's.
 """
 
 from __future__ import annotations
@@ -174,6 +179,64 @@ def startup(rounds: int) -> None:
     print(f"ampctl --help: {extra:.2f} s more than python -c pass")
 
 
+NUMERICS = """
+name: numerics
+model: {_target_: ampctl.models.MLP, in_features: 512, hidden: [2048, 2048, 2048], num_classes: 512}
+task: {_target_: ampctl.tasks.Classification}
+data: {train: {_target_: bench_step.tensors}, batch_size: 256}
+optimizer: {_target_: torch.optim.AdamW, lr: 1e-4}
+amp: {dtype: float16, clip_norm: 1.0}
+train: {max_steps: 1000, device: cpu}
+"""
+LOG_INTERVAL, NUMERICS_STEPS = 10, 20
+
+
+def numerics(rounds: int) -> dict[str, float]:
+    """Print and return what measuring every tenth step costs, and what the figures alone cost."""
+    from ampctl.amp import gradients
+    from ampctl.build import build_job
+    from ampctl.recipe.load import parse_recipe
+    from ampctl.step import train_step
+
+    state = build_job(parse_recipe(NUMERICS, where="numerics")).state
+    window = [(torch.randn(256, 512), torch.randint(0, 512, (256,)))]
+
+    def step_ms(interval: int) -> float:
+        begin = time.process_time()
+        for step in range(1, NUMERICS_STEPS + 1):
+            train_step(state, window, measure=step % interval == 0)
+        return (time.process_time() - begin) / NUMERICS_STEPS * 1e3
+
+    def figures_ms() -> float:
+        groups = gradients.gather(state.parameters)
+        begin = time.process_time()
+        gradients.float16_range(groups)
+        return (time.process_time() - begin) * 1e3
+
+    step_ms(LOG_INTERVAL)  # warms up
+    figures_ms()
+    found = [
+        (step_ms(NUMERICS_STEPS + 1), step_ms(LOG_INTERVAL), figures_ms()) for _ in range(rounds)
+    ]
+    never, measured, figures = (statistics.median(column) for column in zip(*found, strict=True))
+    ratios = sorted(b / a for a, b, _ in found)
+    row = {
+        "parameters": sum(p.numel() for p in state.parameters),
+        "never_ms": never,
+        "measured_ms": measured,
+        "ratio": statistics.median(ratios),
+        "figures_ms": figures,
+        "share": figures / (LOG_INTERVAL * never),
+    }
+    print(
+        f"{row['parameters'] / 1e6:.1f} M parameters, float16: {never:.1f} ms a step unmeasured, "
+        f"{measured:.1f} ms measured every {LOG_INTERVAL}; ratio {row['ratio']:.3f} "
+        f"({ratios[0]:.3f}..{ratios[-1]:.3f})\n"
+        f"float16_range alone: {figures:.1f} ms, {row['share']:.2%} of {LOG_INTERVAL} steps"
+    )
+    return row
+
+
 def main() -> None:
     """Print a table of medians and of the median ratio of the rounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -181,11 +244,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--startup", action="store_true")
+    parser.add_argument("--numerics", action="store_true")
     options = parser.parse_args()
     if options.startup:
         startup(options.rounds)
         return
     torch.set_num_threads(1)
+    if options.numerics:
+        row = numerics(options.rounds)
+        if options.json:
+            options.json.write_text(json.dumps([row], indent=1) + "\n")
+        return
     rows = []
     print(f"{'dtype':<10}{'data':<14}{'by hand us':>12}{'ampctl us':>12}{'ratio':>8}  min..max")
     for dtype in DTYPES:

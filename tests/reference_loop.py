@@ -31,6 +31,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     *,
     dtype: torch.dtype,
+    device_type: str = "cpu",
     clip_norm: float | None = None,
     factor: Callable[[int], float] | None = None,
     init_scale: float = 65536.0,
@@ -39,7 +40,7 @@ def train(
     log_every: int = 1,
 ) -> Record:
     scaler = torch.amp.GradScaler(
-        "cpu",
+        device_type,
         init_scale=init_scale,
         growth_interval=growth_interval,
         enabled=dtype == torch.float16,
@@ -52,7 +53,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         total, mean = sum(len(y) for _, y in window), 0.0
         for x, y in window:
-            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
                 loss = loss_function(model(x).float(), y)
                 if len(window) > 1:
                     loss = loss * (len(y) / total)

@@ -524,9 +524,8 @@ def test_ac8_channels_last_learns_the_same(channels: int, dtype: str) -> None:
 
 
 @needs_no_cuda
-@pytest.mark.parametrize("command", ["check", "train"])
-def test_ac9_a_device_that_is_not_here_is_refused_with_advice(command: str) -> None:
-    said = ampctl(command, "recipe.yaml", "train.device=cuda", code=5)
+def test_ac9_a_device_that_is_not_here_is_refused_with_advice() -> None:
+    said = ampctl("train", "recipe.yaml", "train.device=cuda", code=5)
     assert "train.device=auto" in said
 
 

@@ -47,7 +47,14 @@ checkpoint: {every_steps: 2}
 log: {every_steps: 1}
 """
 FIELDS = {
-    "start": {"recipe_digest", "dtype", "device", "world_size", "parameters"},
+    "start": {
+        "recipe_digest",
+        "dtype",
+        "device",
+        "world_size",
+        "parameters",
+        "matmul_precision",
+    },
     "train": {
         *("epoch", "loss", "lr", "grad_norm", "scale", "skipped", "updates", "samples"),
         *("samples_per_s", "step_ms", "memory_mb"),

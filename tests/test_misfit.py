@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from states import make_state, run
 from torch import nn
 
 from ampctl.doctor.misfit import in_words
 from ampctl.errors import MachineError, UsageError
+from ampctl.lr import FunctionSchedule
 from ampctl.recipe.load import load_recipe
+from ampctl.tasks import as_task
 from ampctl.train import worker
 from ampctl.train.check import check_recipe
+from ampctl.updater import Updater
 
 RECIPE = """
 name: misfit
@@ -87,3 +94,108 @@ def test_out_of_memory_says_what_to_lower() -> None:
     assert isinstance(told, MachineError)
     assert "step 3: out of memory" in str(told)
     assert "Lower data.micro_batch_size" in str(told)
+
+
+def raised_in(file: str, error: RuntimeError, **names: object) -> RuntimeError:
+    """Return an error as if raised in a file, by code that sees the names."""
+    body = f"def f({', '.join(names)}):\n    raise error"
+    scope = {"error": error}
+    exec(compile(body, file, "exec"), scope)
+    with pytest.raises(RuntimeError) as raised:
+        scope["f"](**names)  # type: ignore[operator]
+    # Without the frames of this test, which is a file of a user's.
+    assert raised.value.__traceback__ is not None
+    last = raised.value.__traceback__.tb_next
+    assert last is not None
+    while last.tb_next is not None:
+        last = last.tb_next
+    return raised.value.with_traceback(last)
+
+
+LIBRARY = str(Path(torch.__file__).parents[1] / "someones" / "model.py")
+
+
+def test_nu2_a_constant_in_a_library_is_told_without_a_traceback() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    error = RuntimeError("value cannot be converted to type at::Half without overflow")
+    told = in_words(raised_in(LIBRARY, error, self=model[0]), model, (), doing="step 3")
+    assert isinstance(told, UsageError)
+    assert "step 3: a constant in model.0 (Linear, model.py:2) does not fit float16" in str(told)
+    assert "torch.finfo(x.dtype).min" in str(told)
+    assert "torch says: value cannot" in str(told)
+
+
+def test_a_lstm_that_this_cpu_cannot_run_in_half_precision_is_told_with_its_name() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = nn.LSTM(2, 2)
+
+    model = Net()
+    error = RuntimeError("could not create a primitive descriptor for the LSTM forward")
+    told = in_words(raised_in(LIBRARY, error, self=model.memory), model, (), doing="step 1")
+    assert 'amp.modules: {"memory": float32}, or amp.dtype=bfloat16' in str(told)
+    other = raised_in(LIBRARY, RuntimeError("could not create a file"), self=model.memory)
+    assert "amp.modules" not in str(in_words(other, model, (), doing="step 1"))
+
+
+class Stale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("fault", ["graph", "in place"])
+def test_a_loss_from_before_an_earlier_step_is_told(fault: str) -> None:
+    model = Stale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hidden = model.b(model.a(torch.ones(3, 2)))
+    first, second = hidden.sum(), (hidden * hidden).sum()
+    first.backward(retain_graph=fault == "in place")
+    if fault == "in place":
+        optimizer.step()
+    with pytest.raises(RuntimeError) as raised:
+        second.backward()
+    assert raised.value.__traceback__ is not None
+    error = raised.value.with_traceback(raised.value.__traceback__.tb_next)
+    told = in_words(error, model, (), doing="step 2")
+    assert isinstance(told, UsageError)
+    assert "a loss that is yielded after an earlier optimizer stepped" in str(told)
+    assert "detach" in str(told)
+
+
+def test_errors_that_only_look_like_the_known_ones_are_left_alone() -> None:
+    for text in ("nothing known", "Function 'X' returned nan values in its 0th output."):
+        assert in_words(RuntimeError(text), nn.Linear(1, 1), (), doing="step 1") is None
+
+
+class Stales:
+    """The second loss is computed before the first optimizer has stepped, or after."""
+
+    def __init__(self, late: bool) -> None:
+        self.late = late
+
+    def losses(self, model: Stale, batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        out = model.b(model.a(batch))
+        yield "b", out.float().mean()
+        if self.late:
+            out = model.b(model.a(batch))
+        yield "a", out.float().mean()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_turn_whose_loss_is_from_before_the_last_step_is_told(late: bool) -> None:
+    model = Stale()
+    optimizers = {name: torch.optim.SGD(getattr(model, name).parameters(), 0.1) for name in "ba"}
+    state = make_state(model, optimizers["a"], "bfloat16", task=as_task(Stales(late)))
+    state = replace(
+        state,
+        updaters=[Updater(n, o, FunctionSchedule(o, None)) for n, o in optimizers.items()],
+    )
+    if late:
+        run(state, [[torch.ones(3, 2)]])
+        return
+    with pytest.raises(RuntimeError) as raised:
+        run(state, [[torch.ones(3, 2)]])
+    in_words(raised.value, model, (), doing="step 1")
+    assert "compute a loss that is yielded after an earlier" in raised.value.__notes__[0]

@@ -188,6 +188,8 @@ def test_every_command_shown_with_output_gives_that_output(
     events = read_metrics("runs/quantile/metrics.jsonl")
     below = [event["eval/below"] for event in events if event["event"] == "eval"]
     assert abs(below[-1] - 0.9) < 0.03
+    events = read_metrics("runs/ring/metrics.jsonl")
+    assert [event["eval/loss"] for event in events if event["event"] == "eval"][-1] < 0.1
 
 
 def test_every_other_command_is_one_that_a_test_knows(
@@ -215,7 +217,8 @@ def test_every_other_command_is_one_that_a_test_knows(
 
 
 def test_the_own_example_is_a_dozen_lines_and_is_there(folder: Path) -> None:
-    assert write_files(folder) == ["quantile.py", "mistakes.yaml", "quantile.yaml"]
+    names = ["quantile.py", "ring.py", "mistakes.yaml", "quantile.yaml", "ring.yaml"]
+    assert write_files(folder) == names
     source = (folder / "quantile.py").read_text(encoding="utf-8")
     task = source[source.index("class Quantile") :].splitlines()
     assert len([line for line in task if line.strip()]) <= 13

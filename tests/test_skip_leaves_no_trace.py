@@ -201,7 +201,8 @@ def cycles_momentum(optimizer: Optimizer) -> bool:
 
 def whole_state(state: TrainState) -> dict[str, Any]:
     """All that a checkpoint would hold, but the counters that a skipped step does move."""
-    state.updaters[0].learning_rate.before_update()  # the rates follow from the updates when they are needed
+    for updater in state.updaters:
+        updater.learning_rate.before_update()  # rates follow from the updates when they are needed
     saved = state.state_dict()
     progress = saved.pop("progress")
     saved.pop("rng")

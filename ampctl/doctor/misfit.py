@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ampctl.doctor import torch_errors
 from ampctl.errors import AmpctlError, MachineError, UsageError
 from ampctl.recipe.target import is_users_own_file
 from ampctl.tasks import Task
@@ -28,9 +29,10 @@ def in_words(
     """Return an error in words, or None if it is to be raised as it is.
 
     As it is: an error that is in words, and a fault of ampctl or of the user's own code, whose
-    author needs the traceback (a file of the user's own is among its frames). ``doing`` says what
-    was going on (``step 12``), ``batches`` what it was about. The traceback of an error that is put
-    into words goes to the run's log file.
+    author needs the traceback (a file of the user's own is among its frames); if ampctl knows what
+    it means, a note says so below the traceback. ``doing`` says what was going on (``step 12``),
+    ``batches`` what it was about. The traceback of an error that is put into words goes to the
+    run's log file.
     """
     if isinstance(error, AmpctlError):
         return None
@@ -41,26 +43,36 @@ def in_words(
         )
     if isinstance(error, torch.AcceleratorError):
         return MachineError(f"{doing}: the device failed: {error}")
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    files = [Path(frame.f_code.co_filename) for frame in frames]
-    if any(is_users_own_file(file) for file in files):
+    steps = list(traceback.walk_tb(error.__traceback__))
+    frames = [frame for frame, _ in steps]
+    known = torch_errors.meaning(error, steps, model)
+    if any(is_users_own_file(Path(frame.f_code.co_filename)) for frame in frames):
+        if known is not None:
+            error.add_note(f"{doing}: {known}")
         return None
-    in_a_part = any(isinstance(frame.f_locals.get("self"), _NAMED) for frame in frames)
-    if not in_a_part or isinstance(error, AssertionError):
-        return None
-    package = Path(__file__).parents[1]
-    innermost = files[-1]
-    if innermost.is_relative_to(package) and not any(innermost.is_relative_to(p) for p in _PARTS):
+    if known is None and not _in_a_part(error, frames):
         return None
     log = logging.getLogger("ampctl")
     if log.hasHandlers():  # else Python would print it
         log.error("%s failed", doing, exc_info=error)
+    if known is not None:
+        return UsageError(f"{doing}: {known}\n    torch says: {str(error).splitlines()[0]}")
     shapes = "; ".join(_shapes(batch) for batch in batches[:1]) or "none"
     return UsageError(
         f"{doing} failed in {_place(frames, model)}: {type(error).__name__}: {error}\n"
         f"    The batch is {shapes}. Parts of the recipe do not fit each other: compare model, "
         "task, data and optimizer."
     )
+
+
+def _in_a_part(error: Exception, frames: Sequence[FrameType]) -> bool:
+    """Tell whether an error was raised in what a recipe names, rather than in ampctl's own work."""
+    named = any(isinstance(frame.f_locals.get("self"), _NAMED) for frame in frames)
+    if not named or isinstance(error, AssertionError):
+        return False
+    innermost = Path(frames[-1].f_code.co_filename)
+    is_ours = innermost.is_relative_to(Path(__file__).parents[1])
+    return not is_ours or any(innermost.is_relative_to(part) for part in _PARTS)
 
 
 def _place(frames: Sequence[FrameType], model: nn.Module) -> str:

@@ -1,150 +1,285 @@
-"""Why a step's gradients are not finite: the same micro-batches once more, with questions asked."""
+"""Why a step's gradients are not finite: the same micro-batches once more, watched.
+
+What the first bad operation shows is put into words by ``reasons``; what would help is tried here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampctl import rng
-from ampctl.amp import gradients
-from ampctl.amp.scaler import LossScaler
+from ampctl.doctor import reasons
+from ampctl.doctor.replay import (
+    Replay,
+    in_dtype,
+    module_in_float32,
+    replay,
+    tried,
+    unchanged,
+    without_scale,
+)
+from ampctl.doctor.watch import Event
 from ampctl.errors import first_of
 from ampctl.state import TrainState
-from ampctl.step import forward_backward
+
+# Trained weights hardly ever pass this; those of a run that diverges do so within a few steps.
+_GROWN = 1e3
+_LARGE_INPUT = 1e4
+_HIDDEN_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is at fault, in words; ``module`` and ``tensor`` name it where one can be named."""
+    """What is at fault, in words; ``module`` and ``tensor`` name it where one can be named.
+
+    ``override`` is a ``KEY=VALUE`` to go on with, where one helps.
+    """
 
     cause: str
     advice: str
     module: str | None = None
     tensor: str | None = None
     facts: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Replay:
-    """One more forward and backward pass of a window: its loss, and the bad gradients' names."""
-
-    loss: float
-    bad_gradients: tuple[str, ...]
+    override: str | None = None
 
 
 def examine(state: TrainState, window: Sequence[Any]) -> Diagnosis:
-    """Run a bad window again, in its dtype and in float32, and say which of four faults it has.
+    """Run a bad window again, in its dtype and in float32, and name the first bad operation.
 
-    In the order in which one hides the others: weights that are not finite, inputs that are not
-    finite, a fault of the low precision alone, a fault in float32 as well. The scale is the present
-    one, and dropout draws anew. Weights, buffers and generators are left as they were; gradients
-    are dropped.
+    Verdicts come in the order in which one hides the others: weights that are not finite, inputs
+    that are not finite, a fault in float32 as well, a fault of the low precision alone. The scale
+    is the present one; dropout draws anew, the same in each replay. Weights, buffers, gradients,
+    generators and the mode of modules are left as they were. Raises what the user's code raises.
     """
-    state.buffers.snapshot()
-    low = _replay(state, window)
-    full = _replay(_in_float32(state), window)
-    gradients.drop(state.parameters)
-    state.buffers.restore(torch.ones_like(state.scaler.found_inf))
+    bad = _bad_weights(state) or _bad_inputs(window)
+    with unchanged(state):
+        low = replay(state, window)
+        is_full = state.precision.name == "float32"
+        full = low if is_full else tried(in_dtype(state, "float32"), window)
+        verdict = bad or _verdict(state, window, low, full)
     facts = (
-        f"loss {low.loss:.4g} in {state.precision.name}, {full.loss:.4g} in float32",
+        f"loss {low.loss:.4g} in {state.precision.name}, {_in_float32(full)}",
         f"non-finite gradients: {first_of(low.bad_gradients) or 'none'}",
-        _largest_weight(state),
+        *_largest_words("weight", _largest_weight(state)),
+        *_largest_words("input", _largest_input(window)),
+        *(reasons.hidden(event) for event in low.hidden[:_HIDDEN_SHOWN]),
     )
-    return replace(_verdict(state, window, low, full), facts=facts)
+    return replace(verdict, facts=facts)
 
 
-def _verdict(state: TrainState, window: Sequence[Any], low: _Replay, full: _Replay) -> Diagnosis:
+def _verdict(
+    state: TrainState, window: Sequence[Any], low: Replay, full: Replay | RuntimeError
+) -> Diagnosis:
+    if isinstance(full, Replay) and not full.is_finite:
+        return _in_any_precision(state, window, full)
+    if low.is_finite:
+        return Diagnosis(
+            "run again, the step is finite: the fault depends on random numbers (dropout draws "
+            "anew), or on the scale that was in force",
+            "resume from the newest checkpoint; if it stops again, lower amp.init_scale",
+            module=low.hidden[0].place.module if low.hidden else None,
+            override=f"amp.init_scale={state.scale_on_host / 2:g}" if _scales(state) else None,
+        )
+    if low.first is not None and low.first.node is not None and _scales(state):
+        unscaled = tried(without_scale(state), window)
+        if isinstance(unscaled, Replay) and unscaled.is_finite:
+            return _scale_too_large(state, low, low.first)
+    return _of_low_precision(state, window, low)
+
+
+def _in_any_precision(state: TrainState, window: Sequence[Any], full: Replay) -> Diagnosis:
+    tensor = (full.bad_gradients or (None,))[0]
+    cause, advice = "the cause was not seen", ""
+    if full.first is not None:
+        found = reasons.reason(full.first, full.then)
+        cause, advice = found.cause + _hidden_words(full), found.advice
+    large = _too_large(state, window)
+    return Diagnosis(
+        f"the step is not finite in float32 either: {cause}",
+        "; ".join(filter(None, (advice, large)))
+        or "the values are too large for any precision: lower optimizer.lr, set amp.clip_norm "
+        "(1.0, say), or look at what the model multiplies",
+        module=full.first.place.module if full.first is not None else _owner(tensor),
+        tensor=tensor,
+        override=_lower_rate(state) if "optimizer.lr" in large or not (advice or large) else None,
+    )
+
+
+def _scale_too_large(state: TrainState, low: Replay, event: Event) -> Diagnosis:
+    """The gradients are finite but for the loss scale."""
+    scale = f"{state.scale_on_host:g}"
+    fix = "amp.static=false" if state.amp.static else "amp.min_scale=1"
+    if not state.amp.static and state.amp.min_scale <= 1:
+        fix = f"amp.init_scale={state.scale_on_host / 2**4:g}"
+    return Diagnosis(
+        f"the gradient times the loss scale {scale} overflows {reasons.dtype(event.dtype)} in "
+        f"{reasons.place(event)} ({reasons.operation(event)}); without the scale it is finite",
+        f"set {fix}; a loss that the task returns in float32 (loss.float()) leaves more room",
+        module=event.place.module,
+        tensor=(low.bad_gradients or (None,))[0],
+        override=fix,
+    )
+
+
+def _of_low_precision(state: TrainState, window: Sequence[Any], low: Replay) -> Diagnosis:
+    name = state.precision.name
+    tensor = (low.bad_gradients or (None,))[0]
+    if low.first is None:
+        module = _owner(tensor)
+        cause, advice = f"the step overflows in {name}", ""
+    else:
+        module = low.first.place.module
+        found = reasons.reason(low.first, low.then)
+        cause, advice = found.cause + _hidden_words(low), found.advice
+    large = _too_large(state, window)
+    if _largest_weight(state)[1] > _GROWN:  # another dtype would only put off the end
+        helps, override = "", _lower_rate(state)
+    else:
+        helps, override = _what_helps(state, window, module)
+    return Diagnosis(
+        f"{cause}; in float32 the step is finite",
+        "; or ".join(filter(None, (advice, large, helps))),
+        module=module,
+        tensor=tensor,
+        override=override,
+    )
+
+
+def _hidden_words(seen: Replay) -> str:
+    if seen.first is None or seen.first.node is not None or not math.isfinite(seen.loss):
+        return ""
+    return "; the loss does not show it, the gradient does"
+
+
+def _too_large(state: TrainState, window: Sequence[Any]) -> str:
+    """Say what to do about weights or inputs that are large in any precision, or ""."""
+    name, weight = _largest_weight(state)
+    if weight > _GROWN:
+        return (
+            f"the weights have grown to {reasons.short(weight)} ({name}): lower optimizer.lr or "
+            "set amp.clip_norm, and start from an earlier checkpoint"
+        )
+    place, value = _largest_input(window)
+    if value > _LARGE_INPUT:
+        return f"the batch holds values up to {reasons.short(value)} ({place}): normalise the data"
+    return ""
+
+
+def _what_helps(
+    state: TrainState, window: Sequence[Any], module: str | None
+) -> tuple[str, str | None]:
+    """Try bfloat16, and float32 for one module; say what was finite, and how to choose it."""
+    found: list[tuple[str, str]] = []
+    if state.precision.name == "float16":
+        other = tried(in_dtype(state, "bfloat16"), window)
+        if isinstance(other, Replay) and other.is_finite:
+            found.append(("amp.dtype=bfloat16", "amp.dtype=bfloat16"))
+    if module and not set(module) & set("*?["):  # a name that is no glob of another
+        with module_in_float32(state, module):
+            other = tried(state, window)
+        if isinstance(other, Replay) and other.is_finite:
+            found.append((f'amp.modules: {{"{module}": float32}}', ""))
+    if not found:
+        return "set amp.dtype=float32", "amp.dtype=float32"
+    choice = " or ".join(words for words, _ in found)
+    override = found[0][1] or f'amp.modules={{"{module}": float32}}'
+    return f"set {choice} (tried on this batch: finite)", override
+
+
+def _scales(state: TrainState) -> bool:
+    return state.scaler.enabled and state.scale_on_host > 1
+
+
+def _bad_weights(state: TrainState) -> Diagnosis | None:
     weights = [
         name for name, p in state.bare.named_parameters() if not bool(torch.isfinite(p).all())
     ]
-    if weights:
-        return Diagnosis(
-            f"weights are not finite: {first_of(weights)}",
-            "the weights were lost before this step: lower optimizer.lr or set amp.clip_norm, and "
-            "start from an earlier checkpoint",
-            module=weights[0].rpartition(".")[0],
-            tensor=weights[0],
-        )
-    inputs = [place for batch in window for place in _nonfinite_inputs(batch)]
-    if inputs:
-        return Diagnosis(
-            f"the batch holds values that are not finite: {first_of(inputs)}",
-            "repair or leave out these samples in the data set",
-            tensor=inputs[0],
-        )
-    first = (low.bad_gradients or (None,))[0]
-    module = first.rpartition(".")[0] if first else None
-    if full.bad_gradients:
-        return Diagnosis(
-            "the step is not finite in float32 either: the model or the learning rate is at "
-            "fault, not the precision",
-            "lower optimizer.lr, set amp.clip_norm (1.0, say), or look for a division by zero or "
-            "the logarithm of zero in the loss",
-            module=module,
-            tensor=first,
-        )
-    if not low.bad_gradients:
-        return Diagnosis(
-            "run again, the step is finite: the fault depends on random numbers, or on the scale "
-            "that was in force",
-            "resume from the newest checkpoint; if it stops again, lower amp.init_scale",
-        )
-    other = "bfloat16" if state.precision.name == "float16" else "float32"
+    if not weights:
+        return None
     return Diagnosis(
-        f"the step overflows in {state.precision.name} and is finite in float32",
-        f"set amp.dtype={other}, or lower optimizer.lr if the loss had been rising",
-        module=module,
-        tensor=first,
+        f"weights are not finite: {first_of(weights)}",
+        "the weights were lost before this step: lower optimizer.lr or set amp.clip_norm, and "
+        "start from an earlier checkpoint",
+        module=_owner(weights[0]),
+        tensor=weights[0],
+        override=_lower_rate(state),
     )
 
 
-def _in_float32(state: TrainState) -> TrainState:
-    """The same run without autocast and without a loss scale."""
-    precision = replace(state.precision, name="float32")
-    scaler = LossScaler(state.amp, enabled=False, device=state.device)
-    return replace(state, precision=precision, scaler=scaler)
-
-
-def _replay(state: TrainState, window: Sequence[Any]) -> _Replay:
-    gradients.drop(state.parameters)
-    with rng.preserved(state.device):
-        loss = forward_backward(state, window)
-    bad = tuple(
-        name
-        for name, parameter in state.bare.named_parameters()
-        if parameter.grad is not None
-        and not bool(torch.isfinite(gradients.values(parameter.grad)).all())
+def _bad_inputs(window: Sequence[Any]) -> Diagnosis | None:
+    inputs = [place for batch in window for place in _nonfinite_inputs(batch)]
+    if not inputs:
+        return None
+    return Diagnosis(
+        f"the batch holds values that are not finite: {first_of(inputs)}",
+        "repair or leave out these samples in the data set",
+        tensor=inputs[0],
     )
-    return _Replay(float(loss), bad)
 
 
-def _largest_weight(state: TrainState) -> str:
-    largest, name = max(
-        (
-            (float(p.detach().abs().max()), name)
-            for name, p in state.bare.named_parameters()
-            if p.numel()
-        ),
-        default=(0.0, ""),
-    )
-    return f"largest weight: {largest:.3g} in {name}"
+def _lower_rate(state: TrainState) -> str | None:
+    """Return an override that lowers the rate of the only optimizer to a tenth."""
+    if len(state.updaters) > 1:
+        return None
+    group = state.updaters[0].optimizer.param_groups[0]
+    rate = float(group.get("initial_lr", group["lr"]))
+    return f"optimizer.lr={rate / 10:g}" if rate else None
 
 
-def _nonfinite_inputs(batch: Any, place: str = "batch") -> Iterator[str]:
+def _largest_weight(state: TrainState) -> tuple[str, float]:
+    return _largest(state.bare.named_parameters())
+
+
+def _largest_input(window: Sequence[Any]) -> tuple[str, float]:
+    return _largest(part for batch in window for part in _named_tensors(batch))
+
+
+def _largest(named: Iterable[tuple[str, Tensor]]) -> tuple[str, float]:
+    sizes = ((n, float(t.detach().abs().max())) for n, t in named if t.numel() and _is_float(t))
+    return max(sizes, key=lambda each: each[1], default=("", 0.0))
+
+
+def _largest_words(what: str, found: tuple[str, float]) -> list[str]:
+    name, value = found
+    return [f"largest {what}: {reasons.short(value)} in {name}"] if name else []
+
+
+def _in_float32(full: Replay | RuntimeError) -> str:
+    if isinstance(full, RuntimeError):
+        return f"does not run in float32 ({type(full).__name__}: {str(full).splitlines()[0]})"
+    finite = "finite" if full.is_finite else "not finite"
+    return f"{full.loss:.4g} in float32, where the same batch is {finite}"
+
+
+def _owner(tensor: str | None) -> str | None:
+    return tensor.rpartition(".")[0] if tensor else None
+
+
+def _is_float(value: Tensor) -> bool:
+    return value.is_floating_point() and value.layout is torch.strided
+
+
+def _nonfinite_inputs(batch: Any) -> Iterator[str]:
+    for place, value in _named_tensors(batch):
+        if not _is_float(value) or bool(torch.isfinite(value).all()):
+            continue
+        rows = ~torch.isfinite(value).reshape(value.shape[0] if value.ndim else 1, -1).all(1)
+        listed = first_of([str(i) for i in rows.nonzero().flatten().tolist()])
+        yield f"{place} (its samples {listed})"
+
+
+def _named_tensors(batch: Any, place: str = "batch") -> Iterator[tuple[str, Tensor]]:
     if isinstance(batch, Tensor):
-        if batch.is_floating_point() and not bool(torch.isfinite(batch).all()):
-            rows = ~torch.isfinite(batch).reshape(batch.shape[0] if batch.ndim else 1, -1).all(1)
-            listed = first_of([str(i) for i in rows.nonzero().flatten().tolist()])
-            yield f"{place} (its samples {listed})"
-        return
+        yield place, batch
     parts: Any = ()
     if isinstance(batch, Mapping):
         parts = batch.items()
     elif isinstance(batch, tuple | list):
         parts = enumerate(batch)
     for name, part in parts:
-        yield from _nonfinite_inputs(part, f"{place}[{name!r}]")
+        yield from _named_tensors(part, f"{place}[{name!r}]")

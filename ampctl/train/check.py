@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
+import torch
+
 from ampctl.build import Job, build_job
 from ampctl.data.loader import EvalData
+from ampctl.distributed.env import choose_device
+from ampctl.doctor.finding import Target
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import examine
-from ampctl.errors import NumericsError, RecipeError, UsageError
+from ampctl.doctor.precision import preflight
+from ampctl.errors import MachineError, NumericsError, RecipeError, UsageError
 from ampctl.preflight import unknown_metric
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.target import import_from_current_folder
-from ampctl.state import StepReport
+from ampctl.state import StepReport, TrainState
 from ampctl.step import settle, train_step
+from ampctl.track.console import Console
 from ampctl.train.evaluate import evaluate
+from ampctl.updater import Updater
+
+Facts = dict[str, Any]
 
 
-def check_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
-    """Build a recipe, try one step and evaluate one batch; return what would run.
+def check_recipe(loaded: LoadedRecipe) -> Facts:
+    """Build a recipe, look at its precision, try one step and evaluate one batch.
 
-    Nothing is written. Raises what ``train`` would raise.
+    Returns what would run; warnings go to stderr, and are among it as ``findings``. Nothing is
+    written. Raises what ``train`` would raise, except for a device that is not here: the recipe is
+    rehearsed on the CPU, and its precision examined for that device.
     """
     import_from_current_folder()
-    job = build_job(loaded)
+    rehearsed, target = _rehearsal(loaded)
+    job = build_job(rehearsed)
     state = job.state
     try:
         first = next(iter(job.train_data.windows(0, 0)), None)
         if first is None:
             raise UsageError("data.train: the iterable data set gave no step")
         window, samples = first
+        findings = preflight(job, window, target)
         report = _first_step(job, window)
         if job.eval_data is not None:
             _check_monitors(job, _first_evaluation(job, job.eval_data))
@@ -39,16 +53,46 @@ def check_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
         job.train_data.close()
         if job.eval_data is not None:
             job.eval_data.close()
+    console = Console(quiet=True)
+    for finding in findings:
+        console.warn(str(finding))
     return {
         "recipe": job.recipe.name,
-        "device": str(state.device),
-        "dtype": f"{state.precision.name} ({state.precision.reason})",
+        **_device_and_dtype(loaded, state, target),
         "parameters": sum(p.numel() for p in state.bare.parameters()),
         "steps": job.total_steps,
-        "optimizer": _optimizer_words(state.optimizer),
+        "optimizer": ", ".join(_optimizer_words(updater) for updater in state.updaters),
         "first step": f"{samples} samples, loss {report.loss:.4g}, "
         + ("skipped: non-finite gradient" if report.skipped else f"grad {report.grad_norm:.4g}"),
+        "findings": [asdict(finding) for finding in findings],
         "verdict": "ready to train",
+    }
+
+
+def _rehearsal(loaded: LoadedRecipe) -> tuple[LoadedRecipe, Target | None]:
+    """Move a recipe whose device is not here to the CPU, and return what it is meant for."""
+    recipe = loaded.recipe
+    try:
+        choose_device(recipe.train.device)
+    except MachineError:
+        kind = torch.device(recipe.train.device).type
+        # What `auto` takes over there cannot be known here; the GPUs of today have bfloat16.
+        dtype = "bfloat16" if recipe.amp.dtype == "auto" else recipe.amp.dtype
+        on_cpu = replace(recipe, train=replace(recipe.train, device="cpu"))
+        return replace(loaded, recipe=on_cpu), Target(kind, dtype, here=False)
+    return loaded, None
+
+
+def _device_and_dtype(wanted: LoadedRecipe, state: TrainState, target: Target | None) -> Facts:
+    here = state.precision
+    if target is None:
+        return {"device": str(state.device), "dtype": f"{here.name} ({here.reason})"}
+    device, dtype = wanted.recipe.train.device, f"{target.dtype} ({here.reason})"
+    if wanted.recipe.amp.dtype == "auto":
+        dtype = f"auto, settled there: rehearsed in {here.name}, traced in {target.dtype}"
+    return {
+        "device": f"{device}, which is not here: rehearsed on the cpu, traced for {device}",
+        "dtype": dtype,
     }
 
 
@@ -100,6 +144,8 @@ def _check_monitors(job: Job, metrics: dict[str, float]) -> None:
         raise RecipeError(problems)
 
 
-def _optimizer_words(optimizer: Any) -> str:
+def _optimizer_words(updater: Updater) -> str:
+    optimizer = updater.optimizer
     fused = any(group.get("fused") for group in optimizer.param_groups)
-    return f"{type(optimizer).__name__}{', fused' if fused else ''}"
+    name = f"{updater.name}: " if updater.name else ""
+    return f"{name}{type(optimizer).__name__}{', fused' if fused else ''}"

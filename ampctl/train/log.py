@@ -41,6 +41,7 @@ class RunLog:
         self._every = every_steps
         self._total = total_steps
         self._device = device
+        self._warned_of_loss = False
         self._warned: set[str] = set()
         self._marks: dict[int, dict[str, Any]] = {}
         self._since: tuple[float, int, int] | None = None
@@ -94,6 +95,13 @@ class RunLog:
                 report.scale_after,
                 report.consecutive_skips,
                 names,
+            )
+        elif not math.isfinite(report.loss) and not self._warned_of_loss:
+            self._warned_of_loss = True
+            self.console.warn(
+                f"step {report.step}: the loss is {report.loss} and every gradient is finite, so "
+                "the step was made. Part of the loss is not finite and nothing depends on it; "
+                "`ampctl check` looks where it comes from"
             )
         mark = self._marks.pop(report.step, None)
         if mark is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from ampctl.preflight import unknown_metric
 from ampctl.state import Progress, StepReport
 from ampctl.step import settle, train_step
 from ampctl.train.evaluate import evaluate
+from ampctl.train.folder import RECIPE
 from ampctl.train.log import RunLog
 
 SCALES_SHOWN = 8
@@ -212,12 +214,15 @@ def _numerics_message(run: Run, report: StepReport, diagnosis: Diagnosis) -> str
     good = report.step - count
     history = " -> ".join(f"{scale:g} (step {step})" for step, scale in run.scales)
     saved = run.store.wait()
+    command = f"ampctl resume {run.run_dir}" if saved else f"ampctl train {run.run_dir / RECIPE}"
+    change = f" {shlex.quote(diagnosis.override)}" if diagnosis.override else ""
     lines = [
         f"stopped at step {report.step}: {row}; the last good step was {good}",
         f"  cause:  {diagnosis.cause}",
         *(f"  seen:   {fact}" for fact in diagnosis.facts),
         *([f"  scale:  {history}"] if history else []),
         f"  advice: {diagnosis.advice}",
+        f"  next:   `{command}{change}`" + ("" if change else ", once this is mended"),
         "  weights were not touched by these steps; "
         + (f"the newest checkpoint is {saved}" if saved else "no checkpoint was saved before them"),
     ]

@@ -16,6 +16,7 @@ from ampctl.build import Job, build_job
 from ampctl.checkpoint import lock
 from ampctl.checkpoint.store import NoCheckpointError, Store, abandon_after, load
 from ampctl.distributed.env import StopSignals
+from ampctl.doctor.precision import preflight
 from ampctl.errors import (
     AmpctlError,
     CheckpointError,
@@ -165,6 +166,8 @@ def _prepare(
 ) -> Job | None:
     """Build the job and restore its state; return None if the run is complete already."""
     job = build_job(loaded)
+    for finding in preflight(job):
+        console.warn(str(finding))
     for note in _without_effect(job):
         console.note(note)
     if origin is None:

@@ -1,0 +1,148 @@
+"""A window of a run once more, watched, and nothing of the run changed by it.
+
+The step's own forward and backward passes run; the optimizers do not step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampctl import rng
+from ampctl.amp import gradients
+from ampctl.amp.modules import set_module_dtypes
+from ampctl.amp.scaler import LossScaler
+from ampctl.doctor.watch import Event, Watch
+from ampctl.losses import forward_backward
+from ampctl.state import TrainState
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One more forward and backward pass of a window, and what was seen of it.
+
+    ``first`` is where the loss, or else a gradient, stopped being finite, ``then`` where its
+    infinity became NaN; ``hidden`` are infinities that reach neither.
+    """
+
+    loss: float
+    bad_gradients: tuple[str, ...]
+    first: Event | None
+    then: Event | None
+    hidden: tuple[Event, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and all gradients are."""
+        return not self.bad_gradients and math.isfinite(self.loss)
+
+
+def replay(state: TrainState, window: Sequence[Any]) -> Replay:
+    """Run a window's passes under a watch; leave their gradients, and nothing else.
+
+    The same random numbers are drawn each time. Raises what the user's code raises.
+    """
+    gradients.drop(_all_parameters(state))
+    watch = Watch(state.bare)
+    state.buffers.snapshot()
+    # The module itself: what is compiled runs no operation that could be watched.
+    plain = replace(state, model=state.bare)
+    try:
+        with rng.preserved(state.device), watch.trace:
+            loss = forward_backward(plain, window)
+    finally:
+        state.buffers.restore(torch.ones_like(state.scaler.current_scale))
+    bad = {
+        name: watch.origin(gradients.values(parameter.grad))
+        for name, parameter in state.bare.named_parameters()
+        if parameter.grad is not None
+        and not bool(torch.isfinite(gradients.values(parameter.grad)).all())
+    }
+    reached = watch.losses or [event for event in bad.values() if event is not None]
+    first = min(reached, key=lambda event: event.index, default=None)
+    then = watch.then.get(first) if first is not None else None
+    return Replay(float(loss), tuple(bad), first, then, _hidden(watch, reached))
+
+
+def tried(state: TrainState, window: Sequence[Any]) -> Replay | RuntimeError:
+    """Replay with a change that the run does not have; return the error if that does not run.
+
+    It may need more memory than there is, or the model may be written for one dtype.
+    """
+    try:
+        return replay(state, window)
+    except RuntimeError as error:
+        return error
+
+
+def _hidden(watch: Watch, reached: Sequence[Event]) -> tuple[Event, ...]:
+    """List the infinities of the forward pass that a finite loss does not show.
+
+    One of -inf alone that goes nowhere is a mask.
+    """
+    if watch.losses:
+        return ()
+    found = {
+        (event.place, event.operation): event
+        for event in watch.events
+        if event.kind == "operation" and event.node is None and event not in reached
+        if event.holds.plus or event.holds.nan
+    }
+    return tuple(found.values())
+
+
+def in_dtype(state: TrainState, name: str) -> TrainState:
+    """Return the same run in another dtype; float16 alone has a loss scale."""
+    precision = replace(state.precision, name=name)
+    return replace(without_scale(state), precision=precision)
+
+
+def without_scale(state: TrainState) -> TrainState:
+    """Return the same run with a loss scale of 1."""
+    scaler = LossScaler(state.amp, enabled=False, device=state.device)
+    return replace(state, scaler=scaler)
+
+
+@contextmanager
+def module_in_float32(state: TrainState, name: str) -> Iterator[None]:
+    """Let one module run in float32 inside, as ``amp.modules`` would."""
+    module = state.bare.get_submodule(name)
+    kind = module.__class__
+    set_module_dtypes(state.bare, {name: "float32"}, device_type=state.device.type)
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+
+
+@contextmanager
+def unchanged(state: TrainState) -> Iterator[None]:
+    """Put back weights, gradients and modes, whatever happens inside.
+
+    The copies of the weights are on the host, where a saved checkpoint has its room too.
+    """
+    parameters = _all_parameters(state)
+    weights = [p.detach().to("cpu", copy=True) for p in parameters]
+    grads = [p.grad for p in parameters]
+    modes = [(module, module.training) for module in state.bare.modules()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, weight, grad in zip(parameters, weights, grads, strict=True):
+                if not torch.equal(parameter.detach().cpu(), weight):
+                    parameter.copy_(weight)
+                parameter.grad = grad
+        for module, training in modes:
+            module.training = training
+
+
+def _all_parameters(state: TrainState) -> list[nn.Parameter]:
+    both = [*state.bare.parameters(), *state.parameters]
+    return list({id(parameter): parameter for parameter in both}.values())

@@ -1,0 +1,150 @@
+"""What some of torch's errors mean in a mixed precision run, and what to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampctl.doctor.trace import source_of
+
+Steps = Sequence[tuple[FrameType, int]]
+"""The frames of a traceback from the outermost, each with its line."""
+
+_TORCH = Path(torch.__file__).parent
+_AMP = _TORCH / "amp"
+_OVERFLOW = re.compile(r"cannot be converted to type (?:c10|at)::(\w+) without overflow")
+_HALVES = {"Half": "float16", "BFloat16": "bfloat16"}
+
+
+def meaning(error: Exception, steps: Steps, model: nn.Module) -> str | None:
+    """Return what an error means and what to do, or None if it is not one of those known here."""
+    if not isinstance(error, RuntimeError):
+        return None
+    said = str(error)
+    return (
+        _constant(said, steps, model)
+        or _autograd_function(said, steps, model)
+        or _recurrent(said, steps, model)
+        or _anomaly_mode(said)
+        or _old_graph(said)
+    )
+
+
+def _constant(said: str, steps: Steps, model: nn.Module) -> str | None:
+    found = _OVERFLOW.search(said)
+    if found is None or found[1] not in _HALVES:
+        return None
+    name = _HALVES[found[1]]
+    return (
+        f"a constant in {_place(steps, model)} does not fit {name}. Use "
+        f"torch.finfo(x.dtype).min in its place"
+        + (", or set amp.dtype=bfloat16." if name == "float16" else ".")
+    )
+
+
+def _autograd_function(said: str, steps: Steps, model: nn.Module) -> str | None:
+    """A function of the user's own whose forward alone ran under autocast."""
+    function = next(
+        (
+            owner
+            for frame, _ in reversed(steps)
+            if isinstance(
+                owner := frame.f_locals.get("self"), torch.autograd.function.BackwardCFunction
+            )
+        ),
+        None,
+    )
+    if function is None or not _two_dtypes(said):
+        return None
+    if any(Path(frame.f_code.co_filename).is_relative_to(_AMP) for frame, _ in steps):
+        return None  # it is decorated already
+    name = type(function).__name__.removesuffix("Backward")
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    return (
+        f"the backward of the torch.autograd.Function {name} ({_source(steps)}) mixes dtypes: its "
+        "forward ran under autocast, its backward does not. Decorate forward with "
+        f'@torch.amp.custom_fwd(device_type="{device}") and backward with '
+        f'@torch.amp.custom_bwd(device_type="{device}"), below @staticmethod; if the function '
+        "needs one dtype, add cast_inputs=torch.float32 to custom_fwd."
+    )
+
+
+def _recurrent(said: str, steps: Steps, model: nn.Module) -> str | None:
+    """A recurrent layer in float16 on a CPU whose oneDNN has no kernel for it."""
+    layer = _module(steps, model, nn.RNNBase)
+    if layer is None or "could not create a primitive" not in said:
+        return None
+    name, kind = layer
+    island = f'amp.modules: {{"{name}": float32}}, or ' if name else ""
+    return (
+        f"this CPU has no kernel for {kind} in half precision (model.{name or kind}). Set {island}"
+        "amp.dtype=bfloat16."
+    )
+
+
+def _anomaly_mode(said: str) -> str | None:
+    if not torch.is_anomaly_enabled() or "returned nan values in its" not in said:
+        return None
+    return (
+        "anomaly mode is on, and stops at the first NaN in a gradient. In float16 an overflow now "
+        "and then is normal: the loss scale goes down, and the step is skipped. Switch it off: "
+        "torch.autograd.set_detect_anomaly(False). If such steps last, ampctl stops by itself and "
+        "names the module; amp.nonfinite=stop stops it at the first."
+    )
+
+
+def _old_graph(said: str) -> str | None:
+    """A backward pass through a graph that a step, or an earlier backward pass, has used up."""
+    again = "backward through the graph a second time" in said
+    if not again and "modified by an inplace operation" not in said:
+        return None
+    other = (
+        "a tensor that is kept from one step to the next (a hidden state) needs .detach() as well."
+        if again
+        else "With one optimizer, an operation in place (x += y, relu_) has overwritten what the "
+        "backward pass needs: write x = x + y."
+    )
+    return (
+        "a loss was computed from a forward pass that is out of date. With several optimizers, "
+        "compute a loss that is yielded after an earlier optimizer stepped after that yield, or "
+        f"detach what it takes over from before: {other}"
+    )
+
+
+def _two_dtypes(said: str) -> bool:
+    half = re.search(r"\b(Half|BFloat16|half|bfloat16)\b", said)
+    return half is not None and re.search(r"\b[Ff]loat(32)?\b", said) is not None
+
+
+def _place(steps: Steps, model: nn.Module) -> str:
+    layer = _module(steps, model, nn.Module)
+    source = _source(steps)
+    if layer is None:
+        return source
+    name, kind = layer
+    return f"model{'.' if name else ''}{name} ({kind}, {source})"
+
+
+def _module(steps: Steps, model: nn.Module, kind: type[nn.Module]) -> tuple[str, str] | None:
+    """Return name and class of the innermost module of a kind that was running."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for frame, _ in reversed(steps):
+        owner: Any = frame.f_locals.get("self")
+        if isinstance(owner, kind) and id(owner) in names:
+            return names[id(owner)], type(owner).__name__
+    return None
+
+
+def _source(steps: Steps) -> str:
+    """Return the innermost line outside of torch."""
+    for frame, line in reversed(steps):
+        file = frame.f_code.co_filename
+        if not file.startswith("<") and not Path(file).is_relative_to(_TORCH):
+            return source_of(frame, line)
+    return "torch"

@@ -1,0 +1,1 @@
+"""What ``scripts/gpu_check`` checks, a module for each kind; ``gpu_check.py`` runs them."""

@@ -1,0 +1,127 @@
+"""Checks with real processes: a run that is killed and resumed ends as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_checks import parts
+from gpu_checks.check import CheckFailed, Finding, Setup, first_difference, require
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_STEPS, SAVED_EVERY, KILLED_AFTER = 32, 4, 8
+DEADLINE_S = 120.0
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Return the environment of a process that runs this checkout and keeps its records at home."""
+    paths = [f"{ROOT}", f"{ROOT / 'scripts'}", *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XDG_STATE_HOME": f"{home}"}
+
+
+def resume(setup: Setup) -> Finding:
+    """Check that a run killed by SIGKILL resumes to the bits of an undisturbed one."""
+    text = parts.recipe_text(
+        setup.device,
+        model=parts.target(parts.SmallNet, dropout=0.1),
+        data={
+            # Slow, so that the run is still under way when it is to be killed.
+            "train": parts.target(parts.Images, size=48, bad=[5], pause_s=0.005),
+            "batch_size": 8,
+            "micro_batch_size": 4,
+        },
+        scheduler={"_target_": "ampctl.schedules.Cosine"},
+        amp={"dtype": "float16", "clip_norm": 1.0, "init_scale": 1024.0, "growth_interval": 5},
+        train={"max_steps": NUM_STEPS, "ema_decay": 0.9, "deterministic": True},
+        checkpoint={"every_steps": SAVED_EVERY},
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+        whole = _start(folder, "train", "recipe.yaml", "--run-dir", "whole", "--quiet")
+        cut = _start(folder, "train", "recipe.yaml", "--run-dir", "cut", "--quiet")
+        try:
+            killed_at = _kill_after(cut, folder / "cut", KILLED_AFTER)
+            _end(_start(folder, "resume", "cut", "--quiet"), folder)
+            _end(whole, folder)
+        finally:
+            for process in (whole, cut):
+                process.kill()
+                process.wait()
+        ours, theirs = _latest(folder / "cut"), _latest(folder / "whole")
+        events = _events(folder / "cut")
+    require(any(e["event"] == "resume" for e in events), "the second process did not resume")
+    difference = first_difference(ours, theirs)
+    require(difference is None, f"killed after step {killed_at}: {difference} (resumed, whole)")
+    skipped = ours["progress"]["skipped"]
+    require(skipped > 0, "the run skipped no step, so that the check would not see one")
+    return Finding(
+        f"killed after step {killed_at} of {NUM_STEPS}, resumed: weights, optimizer, scale, "
+        f"generators and counters equal those of an undisturbed run, {skipped} skips included",
+        {"killed_after_step": killed_at, "steps": NUM_STEPS, "skipped": skipped},
+    )
+
+
+def _start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    with (folder / "said").open("ab") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ampctl", *arguments],
+            cwd=folder,
+            env=environment(folder),
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+        )
+
+
+def _kill_after(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> int:
+    """Kill a run once it has saved this step; return the newest step that it saved."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (saved := _saved(run_dir)) < step:
+        if process.poll() is not None:
+            raise CheckFailed(f"the run ended before it was killed: {_said(run_dir.parent)}")
+        if time.monotonic() > deadline:
+            raise CheckFailed(f"no checkpoint of step {step} after {DEADLINE_S:.0f} s")
+        time.sleep(0.01)
+    process.kill()
+    code = process.wait()
+    require(code == -signal.SIGKILL, f"the run was complete (exit {code}) before it was killed")
+    return saved
+
+
+def _saved(run_dir: Path) -> int:
+    """Return the newest step of which there is a file; 0 if there is none."""
+    files = (run_dir / "checkpoints").glob("step-*.pt")
+    return max(
+        (int(file.stem.split("-")[1]) for file in files if file.stem[5:].isdigit()), default=0
+    )
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    code = process.wait(DEADLINE_S)
+    require(code == 0, f"a run ended with exit {code}: {_said(folder)}")
+
+
+def _latest(run_dir: Path) -> dict[str, Any]:
+    """Read a run's last checkpoint, without what differs between two runs."""
+    path = run_dir / "checkpoints" / "latest.pt"
+    payload = torch.load(path, map_location="cpu", weights_only=True)
+    return {key: value for key, value in payload.items() if key != "environment"}
+
+
+def _events(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _said(folder: Path) -> str:
+    return (folder / "said").read_text(encoding="utf-8", errors="replace").strip()[-500:]
