@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from ampctl import optim, rng
-from ampctl.amp.masters import trainable_half, upcast_
+from ampctl.amp.masters import upcast_
 from ampctl.amp.modules import set_module_dtypes
 from ampctl.amp.precision import Precision, choose_precision
 from ampctl.amp.scaler import LossScaler
@@ -114,15 +114,6 @@ def build_state(
     for updater in updaters if scaling else ():
         optim.refuse_closure(updater.optimizer)
     by_design = frozenset(nonfinite(bare.state_dict()))
-    low = trainable_half(bare)
-    if recipe.train.ema_decay and low:
-        raise _error(
-            loaded,
-            "train.ema_decay",
-            f"{len(low)} parameters are in half precision ({low[0]}, ...), where an average stands "
-            "still",
-            "set amp.upcast=true, or load the model in float32",
-        )
     task = as_task(_build(loaded, "task", recipe.task))
     _refuse_misfits(loaded, task, updaters)
     model: Any = bare

@@ -58,7 +58,7 @@ FIELDS = {
     "train": {
         *("epoch", "loss", "lr", "grad_norm", "scale", "skipped", "updates", "samples"),
         *("samples_per_s", "step_ms", "memory_mb"),
-        *("underflow", "headroom"),  # more than the contract asks for
+        *("underflow", "headroom", "activation_headroom"),  # more than the contract asks for
     },
     "skip": {"scale_before", "scale_after", "consecutive"},
     "eval": {"epoch", "eval/loss"},

@@ -126,7 +126,7 @@ def test_a_stream_that_goes_on_where_it_was_resumes_between_epochs() -> None:
 
 
 def test_an_average_of_half_weights_is_refused() -> None:
-    with pytest.raises(RecipeError, match="where an average stands still"):
+    with pytest.raises(UsageError, match=r"train\.ema_decay asks for stands still"):
         train("model={_target_: own_parts.HalfNet}", "train.ema_decay=0.9", "amp.dtype=bfloat16")
 
 

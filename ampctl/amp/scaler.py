@@ -15,6 +15,8 @@ from torch import Tensor
 from ampctl.amp.precision import has_float64
 from ampctl.recipe.schema import AmpConfig
 
+_LARGEST_SEED = 2.0**15  # the largest power of two in float16
+
 Gradients = Sequence[Sequence[Tensor]]
 """Gradients in lists of one device and dtype each."""
 
@@ -56,7 +58,7 @@ class LossScaler:
         It is a float32 scalar on the device: 1 if one of them is not finite, else 0.
         """
         found_inf = torch.zeros_like(self._one)
-        inverse = self._inverse_scale() if self.enabled else self._one
+        inverse = self._inverse(self._scale) if self.enabled else self._one
         for group in gradients:
             if group[0].dtype is torch.bfloat16:
                 # The fused check has no bfloat16 kernel on CUDA. A largest absolute value is
@@ -72,10 +74,10 @@ class LossScaler:
                 torch._amp_foreach_non_finite_check_and_unscale_(list(group), found_inf, inverse)
         return found_inf
 
-    def _inverse_scale(self) -> Tensor:
-        if not has_float64(self._scale.device):
-            return self._scale.reciprocal()
-        return self._scale.double().reciprocal().float()
+    def _inverse(self, scale: Tensor) -> Tensor:
+        if not has_float64(scale.device):
+            return scale.reciprocal()
+        return scale.double().reciprocal().float()
 
     def check_norm(self, norm: Tensor, found_inf: Tensor) -> None:
         """Count a norm that overflowed as non-finite: clipping by it would zero every gradient."""
@@ -92,12 +94,17 @@ class LossScaler:
         Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty
         """
         wanted = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        scale = self._scale
+        if outputs.dtype is torch.float16:
+            scale = scale.clamp(max=_LARGEST_SEED)  # the outputs' own gradient is the scale
         with torch.autocast(self._scale.device.type, enabled=False):
-            total = self.scale(outputs.float().sum())
-            scaled = torch.autograd.grad(total, wanted, create_graph=True)
+            total = outputs.float().sum()
+            scaled = torch.autograd.grad(
+                total * scale if self.enabled else total, wanted, create_graph=True
+            )
             found = tuple(g.to(torch.promote_types(g.dtype, torch.float32)) for g in scaled)
             if self.enabled:
-                inverse = self._inverse_scale()
+                inverse = self._inverse(scale)
                 found = tuple(gradient * inverse for gradient in found)
         return found[0] if isinstance(inputs, Tensor) else found
 

@@ -107,12 +107,15 @@ def _half_parameters(state: TrainState) -> Iterator[Finding]:
         yield from (finding for updater in state.updaters for finding in _lost_eps(updater, upcast))
     half = _trained_names(state, torch.bfloat16)
     if half:
+        lost = "an update below 1/256 of a weight can be lost"
+        if state.ema is not None:
+            lost += ", and the average that train.ema_decay asks for stands still"
         yield Finding(
             "half-parameters",
             first_of(half),
-            f"{len(half)} trainable parameters are bfloat16 themselves: an update below 1/256 of "
-            "a weight can be lost",
+            f"{len(half)} trainable parameters are bfloat16 themselves: {lost}",
             upcast,
+            "warning" if state.ema is None else "error",
         )
 
 
