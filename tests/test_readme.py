@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from ampctl import errors
+from ampctl.doctor.finding import MEANINGS
 from ampctl.recipe.hints import default_values, schema_keys
 from ampctl.recipe.load import load_recipe
 from ampctl.track.metrics import read_metrics
@@ -38,6 +39,8 @@ ELSEWHERE = {
     "source .venv/bin/activate",
     "scripts/test",
     "scripts/test --slow",
+    "scripts/gpu_check",
+    "scripts/gpu_check --device cpu --tiny",
 }
 
 
@@ -250,6 +253,23 @@ def test_the_exit_codes_are_those_of_the_errors() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     raised = {kind.exit_code for kind in kinds if issubclass(kind, errors.AmpctlError)}
     assert listed == raised | {0}
+
+
+def test_every_guarantee_names_a_test_that_is_there() -> None:
+    section = README[README.index("## What ampctl guarantees") :].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    sources = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/test_*.py"))
+    assert len(rows) > 15
+    for row in rows:
+        name = re.search(r"`(test_\w+)` \|$", row)
+        assert name, row
+        assert f"def {name[1]}(" in sources, name[1]
+
+
+def test_the_findings_listed_are_those_there_are() -> None:
+    table = README[README.index("| finding |") :].split("\n\n")[0]
+    listed = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", table, re.MULTILINE))
+    assert listed == dict(MEANINGS)
 
 
 def test_what_is_named_exists() -> None:
