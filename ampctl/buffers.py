@@ -65,21 +65,26 @@ class BufferGuard:
                 own.snapshot.copy_(own.tensor)
 
     def restore(self, found_inf: Tensor) -> None:
-        """Put back the snapshot where ``found_inf`` (a float scalar on the device) is not 0."""
+        """Put back the snapshot where ``found_inf`` (a float scalar on the device) is not 0.
+
+        Through ``.data``, which the version counter of a buffer does not see: a graph that is
+        still to be used (a generator's, in the critic's turn) may have saved the buffer, and where
+        the step is made its values stay as they are.
+        """
         for flat in self._flats:
             for module, name, view in flat.slots:
                 current = module._buffers.get(name)
                 if current is not view and current is not None and _alike(current, view):
-                    view.copy_(current.detach())
+                    view.data.copy_(current.detach())
                     module._buffers[name] = view
             bad = found_inf.to(flat.values.device).bool()
-            torch.where(bad, flat.snapshot, flat.values, out=flat.values)
+            torch.where(bad, flat.snapshot, flat.values, out=flat.values.data)
         for own in self._own:
             current = own.module._buffers.get(own.name)
             if current is not None and _alike(current, own.snapshot):
                 assert own.snapshot is not None, "what is alike is there"
                 bad = found_inf.to(current.device).bool()
-                torch.where(bad, own.snapshot, current.detach(), out=current.detach())
+                torch.where(bad, own.snapshot, current.detach(), out=current.data)
             elif (current is not own.tensor or own.snapshot is not None) and found_inf.item():
                 _put_back(own)  # sync: no kernel chooses between tensors of two shapes
 

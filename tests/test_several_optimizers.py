@@ -169,6 +169,52 @@ def test_parity_with_a_gan_loop_by_hand(
     assert not any(report.skipped for report in reports)
 
 
+class Shared:
+    """The order of the DCGAN tutorial: what the critic judged is generated once, for both turns."""
+
+    def losses(self, model: Any, batch: Any) -> Iterator[tuple[str, Tensor]]:
+        real, noise = batch
+        fake = model.generator(noise)
+        scores = model.critic(real).float(), model.critic(fake.detach()).float()
+        yield "critic", F.softplus(-scores[0]).mean() + F.softplus(scores[1]).mean()
+        yield "generator", F.softplus(-model.critic(fake).float()).mean()
+
+
+class Scaled(nn.Module):
+    """A constant in a buffer that a backward pass needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.tensor([2.0, 3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_graph_from_before_an_earlier_turn_is_used_after_it(dtype: str) -> None:
+    windows = [[batch(seed=i)] for i in range(3)]
+    model, other = pair(), pair()
+    for each in (model, other):
+        each.generator.append(Scaled())
+    run(make_state(model, ("critic", "generator"), Shared(), dtype), windows)
+    kind = {"float32": None, "bfloat16": torch.bfloat16}[dtype]
+    optimizers = {
+        name: OPTIMIZERS["fused adam"]([*getattr(other, name).parameters()])
+        for name in ("critic", "generator")
+    }
+    for (each,) in windows:
+        turns = Shared().losses(other, each)
+        for _ in optimizers:
+            with torch.autocast("cpu", dtype=kind, enabled=kind is not None):
+                name, loss = next(turns)
+            other.zero_grad()
+            loss.backward()
+            optimizers[name].step()
+    assert_same(dict(model.named_parameters()), dict(other.named_parameters()))
+    assert_same(dict(model.named_buffers()), dict(other.named_buffers()))
+
+
 class TwoLosses:
     """The example of the AMP page: two models, and two losses that each depend on both."""
 
