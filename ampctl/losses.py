@@ -6,7 +6,7 @@ take turns: then the pass of one runs after the step of the one before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,16 +36,8 @@ def backward_passes(state: TrainState, window: Sequence[Any]) -> Iterator[Turn]:
     extras = state.extras("loss")
     mean: Tensor | None = None
     for batch, share in shares:
-        batch = to_device(batch, state.device, channels_last=state.channels_last)
-        with state.precision.autocast():
-            given = state.task.loss(state.model, batch, **extras)
-            loss = _scalar(given[0] if isinstance(given, tuple) else given, state, "loss")
-            if share != 1.0:
-                loss = loss * share
-        if not loss.requires_grad:
-            raise no_gradient(state, state.updaters[0])
-        state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        mean = _added(mean, loss)
+        part = _backward(state, _loss(state, batch, extras), share, state.updaters[0])
+        mean = part if mean is None else mean + part
     assert mean is not None, "a window holds at least one micro-batch"
     yield state.updaters, mean
 
@@ -85,7 +77,6 @@ def _shares(state: TrainState, window: Sequence[Any]) -> list[tuple[Any, float]]
 
 def _turns(state: TrainState, shares: Sequence[tuple[Any, float]]) -> Iterator[Turn]:
     """Let the task's generators, one for each micro-batch, go on together from turn to turn."""
-    updaters = {updater.name: updater for updater in state.updaters}
     extras = state.extras("losses")
     runs = []
     for batch, share in shares:
@@ -95,35 +86,64 @@ def _turns(state: TrainState, shares: Sequence[tuple[Any, float]]) -> Iterator[T
             raise _wrong(state, f"must be a generator; it returned a {type(losses).__name__}")
         runs.append((losses, share))
     had: list[str] = []
-    while True:
-        mean: Tensor | None = None
-        names: list[str | None] = []
-        for losses, share in runs:
-            with state.precision.autocast():
-                given = next(losses, None)
-                names.append(_name(state, given, had) if given is not None else None)
-                if names[0] != names[-1]:
-                    told = " and ".join(str(name) for name in (names[0], names[-1]))
-                    raise _wrong(state, f"must have the same turns for each micro-batch: {told}")
-                if given is None:
-                    continue
-                loss = _scalar(given[1], state, "losses")
-                if share != 1.0:
-                    loss = loss * share
-            updater = updaters[given[0]]
-            if not loss.requires_grad:
-                raise no_gradient(state, updater)
-            # Of this optimizer alone: what a generator's loss leaves in the critic is not the
-            # critic's gradient.
-            scaled = state.scaler.scale(loss)
-            torch.autograd.backward(scaled, inputs=list(updater.parameters))
-            mean = _added(mean, loss)
-        if mean is None:
-            break
+    while (turn := _turn(state, runs, had)) is not None:
+        updater, mean = turn
         had.append(updater.name)
         yield [updater], mean
     if not had:
         raise _wrong(state, "yielded no loss")
+
+
+def _turn(
+    state: TrainState, runs: Sequence[tuple[Iterator[Any], float]], had: Sequence[str]
+) -> tuple[Updater, Tensor] | None:
+    """Take each generator to its next loss, and that loss's backward pass; None at their end."""
+    updaters = {updater.name: updater for updater in state.updaters}
+    mean: Tensor | None = None
+    names: list[str | None] = []
+    for losses, share in runs:
+        with state.precision.autocast():
+            given = next(losses, None)
+        names.append(_name(state, given, had) if given is not None else None)
+        if names[0] != names[-1]:
+            told = " and ".join(str(name) for name in (names[0], names[-1]))
+            raise _wrong(state, f"must have the same turns for each micro-batch: {told}")
+        if given is None:
+            continue
+        updater = updaters[given[0]]
+        loss = _scalar(given[1], state, "losses")
+        # Of this optimizer alone: what a generator's loss leaves in the critic is not the
+        # critic's gradient.
+        part = _backward(state, loss, share, updater, inputs=updater.parameters)
+        mean = part if mean is None else mean + part
+    return None if mean is None else (updater, mean)
+
+
+def _loss(state: TrainState, batch: Any, extras: Mapping[str, Any]) -> Tensor:
+    """Run the forward pass; of what the task returns beside the loss nothing is kept alive."""
+    batch = to_device(batch, state.device, channels_last=state.channels_last)
+    with state.precision.autocast():
+        given = state.task.loss(state.model, batch, **extras)
+    return _scalar(given[0] if isinstance(given, tuple) else given, state, "loss")
+
+
+def _backward(
+    state: TrainState,
+    loss: Tensor,
+    share: float,
+    updater: Updater,
+    inputs: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Add the scaled gradient of a micro-batch; return its part of the mean loss.
+
+    ``inputs``: the parameters that get a gradient, if not all.
+    """
+    if share != 1.0:
+        loss = loss * share
+    if not loss.requires_grad:
+        raise no_gradient(state, updater)
+    torch.autograd.backward(state.scaler.scale(loss), inputs=inputs)
+    return loss.detach().float()
 
 
 def _name(state: TrainState, given: Any, had: Sequence[str]) -> str:
@@ -152,11 +172,6 @@ def _scalar(loss: Any, state: TrainState, method: str) -> Tensor:
     raise _wrong(
         state, f"must {what} a scalar tensor, the mean over the batch; found {_kind(loss)}", method
     )
-
-
-def _added(mean: Tensor | None, loss: Tensor) -> Tensor:
-    part = loss.detach().float()
-    return part if mean is None else mean + part
 
 
 def _kind(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from types import TracebackType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ class Peaks:
         self.modules: list[nn.Module] = []
         self._active = active
         self._peaks: list[Tensor] = []
-        self._seen: deque[Tensor] = deque(maxlen=4)
+        self._seen: deque[ref[Tensor]] = deque(maxlen=4)  # kept alive, they would cost memory
         self._handle: RemovableHandle | None = None
 
     def __enter__(self) -> Peaks:
@@ -36,8 +37,8 @@ class Peaks:
             if not isinstance(tensor, Tensor) or tensor.dtype is not torch.float16:
                 continue
             # What a container hands on is its last part's, and was looked at there.
-            if tensor.numel() and not any(tensor is seen for seen in self._seen):
-                self._seen.append(tensor)
+            if tensor.numel() and not any(tensor is seen() for seen in self._seen):
+                self._seen.append(ref(tensor))
                 self.modules.append(module)
                 self._peaks.append(torch.linalg.vector_norm(tensor.detach(), float("inf")).float())
 
@@ -54,6 +55,5 @@ class Peaks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._seen.clear()
         if self._handle is not None:
             self._handle.remove()
