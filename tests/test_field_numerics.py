@@ -530,6 +530,37 @@ def test_a_compiled_model_is_examined_by_its_own_modules() -> None:
     assert examine(state, [(torch.ones(6, 8), Y)]).module == "wide"
 
 
+def test_parts_that_are_compiled_are_examined_as_they_were_written() -> None:
+    ran: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def compiled(*args: Any) -> Any:
+            ran.append("compiled")
+            return graph(*args)
+
+        return compiled
+
+    state = state_of(Wide(), "float16")
+    state.bare.wide.compile(backend=backend)  # type: ignore[operator, union-attr]
+    run(state, [[(torch.ones(6, 8), Y)]])
+    assert ran
+    ran.clear()
+    assert examine(state, [(torch.ones(6, 8), Y)]).module == "wide"
+    assert not ran
+
+
+def test_the_backward_pass_is_watched_in_the_thread_of_the_forward_pass() -> None:
+    alone: list[bool] = []
+    model = Wide()
+    model.wide.register_full_backward_hook(
+        lambda *_: alone.append(not torch._C._is_multithreading_enabled())
+    )
+    examine(state_of(model, "float16"), [(torch.ones(6, 8), Y)])
+    assert alone
+    assert all(alone)
+    assert torch._C._is_multithreading_enabled()
+
+
 def test_a_healthy_run_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a trace was opened")

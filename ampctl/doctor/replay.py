@@ -54,7 +54,13 @@ def replay(state: TrainState, window: Sequence[Any]) -> Replay:
     # The module itself: what is compiled runs no operation that could be watched.
     plain = replace(state, model=state.bare)
     try:
-        with rng.preserved(state.device), watch.trace:
+        with (
+            rng.preserved(state.device),
+            # On a GPU autograd would work in a thread of its own, which numbers its nodes anew: an
+            # operation could be taken for another one's (see ``Places``).
+            torch.autograd.set_multithreading_enabled(False),
+            watch.trace,
+        ):
             loss = forward_backward(plain, window)
     finally:
         state.buffers.restore(torch.ones_like(state.scaler.current_scale))

@@ -1,6 +1,6 @@
 """Every operation of a forward and backward pass, with the module and the line that it comes from.
 
-It only watches; what an operation shows is for ``watch`` and ``precision`` to judge. Nothing is
+It only watches; what an operation shows is for ``watch`` and ``constants`` to judge. Nothing is
 hooked: a trace is a dispatch mode, there while its context is open.
 """
 
