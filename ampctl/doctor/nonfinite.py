@@ -53,10 +53,21 @@ def examine(state: TrainState, window: Sequence[Any]) -> Diagnosis:
 
     Verdicts come in the order in which one hides the others: weights that are not finite, inputs
     that are not finite, a fault in float32 as well, a fault of the low precision alone. The scale
-    is the present one; dropout draws anew, the same in each replay. Weights, buffers, gradients,
-    generators and the mode of modules are left as they were. Raises what the user's code raises.
+    is the present one; dropout draws anew, the same in each replay. Weights, buffers, generators
+    and the mode of modules are left as they were, gradients dropped. Raises what the user's code
+    raises, but for want of memory.
     """
     bad = _bad_weights(state) or _bad_inputs(window)
+    try:
+        return _examined(state, window, bad)
+    except torch.OutOfMemoryError:
+        return bad or Diagnosis(
+            "not known: to run the step again, watched, took more memory than there is",
+            "lower data.micro_batch_size, which leaves the step as it is, for a diagnosis",
+        )
+
+
+def _examined(state: TrainState, window: Sequence[Any], bad: Diagnosis | None) -> Diagnosis:
     with unchanged(state):
         low = replay(state, window)
         is_full = state.precision.name == "float32"

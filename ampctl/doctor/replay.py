@@ -84,7 +84,7 @@ def tried(state: TrainState, window: Sequence[Any]) -> Replay | RuntimeError:
     try:
         return replay(state, window)
     except RuntimeError as error:
-        return error
+        return error.with_traceback(None)  # its frames would keep the pass's tensors alive
 
 
 def _hidden(watch: Watch, reached: Sequence[Event]) -> tuple[Event, ...]:
@@ -129,22 +129,22 @@ def module_in_float32(state: TrainState, name: str) -> Iterator[None]:
 
 @contextmanager
 def unchanged(state: TrainState) -> Iterator[None]:
-    """Put back weights, gradients and modes, whatever happens inside.
+    """Put back weights and modes, and leave no gradient, whatever happens inside.
 
-    The copies of the weights are on the host, where a saved checkpoint has its room too.
+    The copies of the weights are on the host, where a saved checkpoint has its room too. Gradients
+    are not kept: they would need room beside those of the replay, and the next step drops them.
     """
     parameters = _all_parameters(state)
     weights = [p.detach().to("cpu", copy=True) for p in parameters]
-    grads = [p.grad for p in parameters]
     modes = [(module, module.training) for module in state.bare.modules()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for parameter, weight, grad in zip(parameters, weights, grads, strict=True):
+            for parameter, weight in zip(parameters, weights, strict=True):
                 if not torch.equal(parameter.detach().cpu(), weight):
                     parameter.copy_(weight)
-                parameter.grad = grad
+        gradients.drop(parameters)
         for module, training in modes:
             module.training = training
 
