@@ -21,6 +21,7 @@ from ampctl.amp.precision import Precision
 from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
 from ampctl.build import build_job
+from ampctl.doctor.trace import Operation, Trace
 from ampctl.ema import WeightAverage
 from ampctl.errors import CheckpointError, RecipeError, UsageError
 from ampctl.lr import FunctionSchedule
@@ -33,7 +34,7 @@ from ampctl.tasks import as_task
 from ampctl.track.metrics import read_metrics
 from ampctl.train import worker
 from ampctl.train.check import check_recipe
-from ampctl.updater import Updater
+from ampctl.updater import Rewind, Updater
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -374,6 +375,38 @@ def test_all_or_nothing_takes_back_the_step_of_both(
     run(free, [[halves()]] * 2)
     for name in "ab":
         assert_same(states_of(state, name), states_of(free, name))
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_all_or_nothing_takes_back_what_a_step_writes_into_groups() -> None:
+    state = make_state(
+        Norms(), ("a", "b"), Apart(), make=lambda p: Counting(p, lr=0.1), all_or_nothing=True
+    )
+    counts = []
+    for bad in ("b", "", "b"):
+        run(state, [[halves(bad)]])
+        counts.append([u.optimizer.param_groups[0].get("k", 0) for u in state.updaters])
+    assert counts == [[0, 0], [1, 1], [1, 1]]
+
+
+def test_all_or_nothing_moves_its_verdict_once_to_each_device() -> None:
+    parameters = [nn.Parameter(torch.ones(2, device="meta")) for _ in range(3)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    rewind = Rewind(Updater("a", optimizer, FunctionSchedule(optimizer, None)))
+    rewind.mark()
+    moved: list[Operation] = []
+    with Trace(moved.append):
+        rewind.restore(torch.ones(()))
+    copies = [each for each in moved if each.name == "_to_copy" and "device" in each.kwargs]
+    assert len(copies) == 1
 
 
 def test_all_or_nothing_with_one_loss_for_both() -> None:
