@@ -44,11 +44,11 @@ def _means(
     state: TrainState, batches: Iterable[Any], proceed: Callable[[], bool]
 ) -> dict[str, float] | None:
     sums: dict[str, Tensor | float] = {}
-    items: Tensor | float = 0.0
+    items = 0.0
     for batch in batches:
         if not proceed():
             return None
-        count = _double(state.task.num_items(batch), state.device)
+        count = float(state.task.num_items(batch))  # while the batch is on the host
         batch = to_device(batch, state.device, channels_last=state.channels_last)
         extras = state.extras("loss")
         with state.precision.autocast(), torch.set_grad_enabled("grad" in extras):
@@ -57,15 +57,14 @@ def _means(
         values = {"loss": loss, **state.task.metrics(extra, batch)}
         for name, value in values.items():
             sums[name] = sums.get(name, 0.0) + _weighted(name, value, count, state.device)
-        items = items + count
-    total = float(items)
-    if not total:
+        items += count
+    if not items:
         raise UsageError("data.eval: the evaluation split holds no items to average over")
-    means = {name: float(value) / total for name, value in sums.items()}
+    means = {name: float(value) / items for name, value in sums.items()}  # sync: once
     return {f"eval/{name}": float(value) for name, value in state.task.summary(means).items()}
 
 
-def _weighted(name: str, value: Any, count: Tensor | float, device: torch.device) -> Tensor | float:
+def _weighted(name: str, value: Any, count: float, device: torch.device) -> Tensor | float:
     is_number = isinstance(value, Real) or (
         getattr(value, "size", None) == 1 and hasattr(value, "dtype")  # of NumPy
     )
@@ -77,12 +76,9 @@ def _weighted(name: str, value: Any, count: Tensor | float, device: torch.device
         raise UsageError(
             f"task: the metric {name!r} is {found}; it must be one number, the mean over the batch"
         )
-    weighted = _double(value, device) * count
-    if isinstance(count, float) and not count:
+    if not count:
         return 0.0  # a batch without items has no mean: 0 x nan would poison the rest
-    if isinstance(count, Tensor):
-        return torch.where(count > 0, torch.as_tensor(weighted), 0.0)
-    return weighted
+    return _double(value, device) * count
 
 
 def _double(value: Tensor | float, device: torch.device) -> Tensor | float:
