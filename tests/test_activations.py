@@ -76,6 +76,34 @@ def test_nu12_a_warning_comes_before_the_overflow(
     assert all(after < before for before, after in itertools.pairwise(headroom))
 
 
+class Steep(nn.Linear):
+    """A model without parts, whose output is its own."""
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.25)
+
+
+class Bounded:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).float().tanh().mean()
+
+
+def test_the_output_of_the_model_itself_is_warned_of_without_a_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    model = "test_activations.Steep, in_features: 4, out_features: 1, bias: false"
+    text = RECIPE.replace("test_activations.Net", model)
+    Path("ramp.yaml").write_text(
+        text.replace("ampctl.tasks.Regression", "test_activations.Bounded")
+    )
+    with suppress(NumericsError):
+        worker.train(load_recipe("ramp.yaml"), run_dir=Path("a"), resume=False, quiet=True)
+    (warning,) = (each for each in capsys.readouterr().err.splitlines() if "about to" in each)
+    assert "the output of the model reaches" in warning
+    assert "Set amp.dtype=bfloat16, or" in warning
+
+
 def windows(value: float = 1.0) -> list[Any]:
     return [[(torch.full((2, 4), value), torch.zeros(2, 1))]]
 

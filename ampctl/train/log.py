@@ -135,10 +135,12 @@ class RunLog:
         if headroom is None or headroom >= LOW_HEADROOM or name is None or name in self._warned:
             return
         self._warned.add(name)
+        where = f"model.{name}" if name else "the model"
+        island = f'amp.modules={{"{name}": float32}} or ' if name else ""
         self.console.warn(
-            f"step {report.step}: the output of model.{name} reaches {report.activation:.0f}, and "
+            f"step {report.step}: the output of {where} reaches {report.activation:.0f}, and "
             f"float16 ends at {FLOAT16_MAX:.0f}: it is about to overflow. Set "
-            f'amp.modules={{"{name}": float32}} or amp.dtype=bfloat16, or look at why it grows.'
+            f"{island}amp.dtype=bfloat16, or look at why it grows."
         )
 
     def evaluation(
