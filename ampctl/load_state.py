@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctl.errors import CheckpointError
-
-_KERNEL_CHOICES = ("fused", "foreach", "capturable", "differentiable")
+from ampctl.optim import KERNEL_CHOICES
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -45,7 +44,7 @@ def load_optimizer(
     ]
     # How a step is computed was settled when the optimizer was built, for this device.
     groups = [
-        {**group, **{name: fresh[name] for name in _KERNEL_CHOICES if name in fresh}}
+        {**group, **{name: fresh[name] for name in KERNEL_CHOICES if name in fresh}}
         for group, fresh in zip(state["param_groups"], own_groups, strict=True)
     ]
     try:

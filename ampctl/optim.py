@@ -23,6 +23,8 @@ Group = dict[str, Any]
 NORM_CLASS = re.compile(r"norm(\d?d)?$", re.IGNORECASE)
 FEW = 5
 SHOWN = ("lr", "weight_decay")
+KERNEL_CHOICES = ("fused", "foreach", "capturable", "differentiable")
+"""Options of torch's optimizers that choose how a step is computed, not what."""
 
 
 @dataclass(frozen=True)

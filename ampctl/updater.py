@@ -22,7 +22,6 @@ from ampctl.recipe.schema import TARGET, Block, by_name
 from ampctl.recipe.target import build, locate, parameters_of
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")  # the kernels of MPS do not look at found_inf
-_FUSED_CHOICES = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass
@@ -135,7 +134,7 @@ def _build_optimizer(
     dense = not any(getattr(module, "sparse", False) is True for module in model.modules())
     plain = not dense or bool(block.get("dampening"))  # see optim.make_skippable
     fusable = device.type in _FUSED_DEVICES and not plain and "fused" in options
-    if fusable and not any(name in block for name in _FUSED_CHOICES):
+    if fusable and not any(name in block for name in optim.KERNEL_CHOICES):
         try:
             return _checked_optimizer(loaded, key, {**block, "fused": True}, groups)
         except RecipeError:

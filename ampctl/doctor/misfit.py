@@ -59,7 +59,7 @@ def in_words(
         return UsageError(f"{doing}: {known}\n    torch says: {str(error).splitlines()[0]}")
     shapes = "; ".join(_shapes(batch) for batch in batches[:1]) or "none"
     return UsageError(
-        f"{doing} failed in {_place(frames, model)}: {type(error).__name__}: {error}\n"
+        f"{doing} failed in {_place(steps, model)}: {type(error).__name__}: {error}\n"
         f"    The batch is {shapes}. Parts of the recipe do not fit each other: compare model, "
         "task, data and optimizer."
     )
@@ -75,20 +75,17 @@ def _in_a_part(error: Exception, frames: Sequence[FrameType]) -> bool:
     return not is_ours or any(innermost.is_relative_to(part) for part in _PARTS)
 
 
-def _place(frames: Sequence[FrameType], model: nn.Module) -> str:
+def _place(steps: torch_errors.Steps, model: nn.Module) -> str:
     """Name the innermost module of the model that was running, or else the function."""
-    names = {id(module): name for name, module in model.named_modules()}
-    for frame in reversed(frames):
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and id(module) in names:
-            name = names[id(module)]
-            kind = type(module).__name__
-            return f"model.{name} ({kind})" if name else f"model ({kind})"
-    for frame in reversed(frames):
+    found = torch_errors.innermost_module(steps, model)
+    if found is not None:
+        name, kind = found
+        return f"model.{name} ({kind})" if name else f"model ({kind})"
+    for frame, _ in reversed(steps):
         owner = frame.f_locals.get("self")
         if owner is not None:
             return f"{type(owner).__name__}.{frame.f_code.co_name}"
-    return frames[-1].f_code.co_name
+    return steps[-1][0].f_code.co_name
 
 
 def _shapes(batch: Any) -> str:

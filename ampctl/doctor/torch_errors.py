@@ -77,7 +77,7 @@ def _autograd_function(said: str, steps: Steps, model: nn.Module) -> str | None:
 
 def _recurrent(said: str, steps: Steps, model: nn.Module) -> str | None:
     """A recurrent layer in float16 on a CPU whose oneDNN has no kernel for it."""
-    layer = _module(steps, model, nn.RNNBase)
+    layer = innermost_module(steps, model, nn.RNNBase)
     if layer is None or "could not create a primitive" not in said:
         return None
     name, kind = layer
@@ -123,7 +123,7 @@ def _two_dtypes(said: str) -> bool:
 
 
 def _place(steps: Steps, model: nn.Module) -> str:
-    layer = _module(steps, model, nn.Module)
+    layer = innermost_module(steps, model)
     source = _source(steps)
     if layer is None:
         return source
@@ -131,7 +131,9 @@ def _place(steps: Steps, model: nn.Module) -> str:
     return f"model{'.' if name else ''}{name} ({kind}, {source})"
 
 
-def _module(steps: Steps, model: nn.Module, kind: type[nn.Module]) -> tuple[str, str] | None:
+def innermost_module(
+    steps: Steps, model: nn.Module, kind: type[nn.Module] = nn.Module
+) -> tuple[str, str] | None:
     """Return name and class of the innermost module of a kind that was running."""
     names = {id(module): name for name, module in model.named_modules()}
     for frame, _ in reversed(steps):
