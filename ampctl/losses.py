@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ampctl.data.move import to_device
 from ampctl.errors import UsageError
+from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
 from ampctl.updater import Updater
 
@@ -56,7 +57,7 @@ def no_gradient(state: TrainState, updater: Updater) -> UsageError:
     own = set(map(id, updater.parameters))
     names = [name for name, p in state.bare.named_parameters() if id(p) in own]
     return UsageError(
-        f"optimizer{'.' if updater.name else ''}{updater.name}: 0 of {len(names)} parameters "
+        f"{block_key('optimizer', updater.name)}: 0 of {len(names)} parameters "
         f"received a gradient ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). The "
         "loss does not depend on them: is it computed from a detached tensor, or are the layers "
         "that it uses frozen?"

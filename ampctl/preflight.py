@@ -7,9 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from ampctl.errors import Problem, RecipeError
-from ampctl.recipe.layers import child
 from ampctl.recipe.load import LoadedRecipe
-from ampctl.recipe.schema import Recipe, by_name
+from ampctl.recipe.schema import Recipe, block_key, by_name
 from ampctl.recipe.target import problems_of
 
 _SCALING = (
@@ -59,10 +58,11 @@ def refuse_unknown_targets(loaded: LoadedRecipe) -> None:
     for name, block in by_name(recipe.optimizer).items():
         ours = ("groups", "params") if name else ("groups",)  # what ampctl itself reads
         arguments = {k: v for k, v in block.items() if k not in ours}
-        asked.append((child("optimizer", name) if name else "optimizer", arguments, {}, [soon]))
+        asked.append((block_key("optimizer", name), arguments, {}, [soon]))
     for name, block in by_name(recipe.scheduler).items():
-        key = child("scheduler", name) if name else "scheduler"
-        asked.append((key, block, {"optimizer": soon, "total_steps": soon}, []))
+        asked.append(
+            (block_key("scheduler", name), block, {"optimizer": soon, "total_steps": soon}, [])
+        )
     problems = [
         problem
         for key, block, provide, args in asked

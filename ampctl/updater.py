@@ -18,7 +18,7 @@ from ampctl.errors import RecipeError
 from ampctl.lr import FunctionSchedule, LearningRate, TorchSchedule
 from ampctl.recipe.layers import child
 from ampctl.recipe.load import LoadedRecipe
-from ampctl.recipe.schema import TARGET, Block, by_name
+from ampctl.recipe.schema import TARGET, Block, block_key, by_name
 from ampctl.recipe.target import build, locate, parameters_of
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")  # the kernels of MPS do not look at found_inf
@@ -98,12 +98,11 @@ def _updater(
     device: torch.device,
     total_steps: int | None,
 ) -> Updater:
-    at = child("optimizer", name) if name else "optimizer"
-    optimizer = _build_optimizer(loaded, at, block, model, part, device)
+    optimizer = _build_optimizer(loaded, block_key("optimizer", name), block, model, part, device)
     optim.make_skippable(optimizer)
     schedules = by_name(loaded.recipe.scheduler)
     chosen = name if name in schedules else ""
-    at = child("scheduler", chosen) if chosen else "scheduler"
+    at = block_key("scheduler", chosen)
     schedule = _build_learning_rate(loaded, at, schedules.get(chosen), optimizer, total_steps)
     return Updater(name, optimizer, schedule)
 

@@ -26,10 +26,11 @@ from ampctl import rng
 from ampctl.amp.precision import Precision
 from ampctl.amp.scaler import LossScaler
 from ampctl.doctor.constants import Constants
-from ampctl.doctor.finding import REFUSED_REMEDY, Finding, Target, place_of
+from ampctl.doctor.finding import REFUSED_REMEDY, Finding, Target
 from ampctl.doctor.trace import Trace, place, tensors
 from ampctl.errors import first_of
 from ampctl.losses import backward_passes
+from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
 from ampctl.tasks import Task
 from ampctl.updater import Updater
@@ -278,7 +279,7 @@ def _without_gradient(
                 nothing = len(missed) == len(own)
                 yield Finding(
                     "no-gradient",
-                    place_of(updater) if nothing else first_of(missed),
+                    block_key("optimizer", updater.name) if nothing else first_of(missed),
                     f"{len(own) - len(missed)} of {len(own)} parameters received a gradient in a "
                     f"trial pass{f' ({first_of(missed, 3)})' if nothing else ''}: the loss does "
                     f"not depend on {'them' if nothing else 'these'}",

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Literal
 
 from ampctl.state import TrainState
-from ampctl.updater import Updater
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -64,11 +63,6 @@ class Finding:
     def __str__(self) -> str:
         """Tell it in two lines: what and where; what to do."""
         return f"{self.name}: {self.place}: {self.reason}\n    {self.remedy}"
-
-
-def place_of(updater: Updater) -> str:
-    """Return the key of the recipe that an optimizer stands at."""
-    return f"optimizer.{updater.name}" if updater.name else "optimizer"
 
 
 @dataclass(frozen=True)

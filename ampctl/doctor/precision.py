@@ -19,10 +19,10 @@ from ampctl.doctor.finding import (
     REFUSING,
     Finding,
     Target,
-    place_of,
     vanishes,
 )
 from ampctl.errors import UsageError, first_of
+from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
 from ampctl.tasks import Task
 from ampctl.updater import Updater
@@ -82,7 +82,7 @@ def _no_parameters(state: TrainState) -> Iterator[Finding]:
         found = f"all {count} are frozen" if count else "it has none"
         yield Finding(
             "no-parameters",
-            place_of(updater),
+            block_key("optimizer", updater.name),
             f"{kind} got no trainable parameter of {model}: {found}",
             "Set requires_grad=True on what should be trained.",
             "error",
@@ -127,7 +127,7 @@ def _lost_eps(updater: Updater, remedy: str) -> Iterator[Finding]:
         if is_half and isinstance(eps, float) and vanishes(eps):
             yield Finding(
                 "vanishing-eps",
-                place_of(updater),
+                block_key("optimizer", updater.name),
                 f"eps {eps:g} of {type(updater.optimizer).__name__} is 0 in float16, which its "
                 "parameters are in: a small gradient is divided by 0",
                 remedy,

@@ -56,6 +56,11 @@ def by_name(block: Block | None) -> dict[str, Block]:
     return {"": block} if TARGET in block else dict(block)
 
 
+def block_key(section: str, name: str) -> str:
+    """Return the key of one of the blocks of :func:`by_name`: ``optimizer.NAME``, say."""
+    return f"{section}.{name}" if name else section
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where samples come from, and how they form optimizer steps."""
