@@ -68,7 +68,7 @@ def _shares(state: TrainState, window: Sequence[Any]) -> list[tuple[Any, float]]
     """Return the micro-batches of a window with the part of its items that each holds."""
     if len(window) == 1:
         return [(window[0], 1.0)]
-    counts = [float(state.task.num_items(batch)) for batch in window]
+    counts = [float(state.task.num_items(batch)) for batch in window]  # still on the host
     held = sum(counts)
     if not held:
         return [(batch, 0.0) for batch in window]

@@ -148,7 +148,7 @@ class TrainState:
     _asked: Mapping[str, frozenset[str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scale_on_host = float(self.scaler.current_scale)
+        self.scale_on_host = float(self.scaler.current_scale)  # sync: a state is built
         self.parameters = [p for updater in self.updaters for p in updater.parameters]
         together = self.amp.all_or_nothing and len(self.updaters) > 1
         self.rewinds = {each.name: Rewind(each) for each in self.updaters} if together else {}
@@ -171,7 +171,7 @@ class TrainState:
     def agree(self) -> None:
         """Start all ranks with the loss scale of rank 0."""
         self.ranks.follow_first_(self.scaler.tensors())
-        self.scale_on_host = float(self.scaler.current_scale)
+        self.scale_on_host = float(self.scaler.current_scale)  # sync: at the start
 
     def require_agreement(self) -> None:
         """Raise NumericsError if the loss scale that the host last read differs between ranks."""
@@ -240,7 +240,7 @@ class TrainState:
         elif saved["ema"] is not None:
             notify("the EMA in the checkpoint is dropped: train.ema_decay is not set")
         self.scaler.load_state_dict(saved["scaler"], notify)
-        self.scale_on_host = float(self.scaler.current_scale)
+        self.scale_on_host = float(self.scaler.current_scale)  # sync: resuming
         if saved["rng"][0].get("device_type") != (
             None if self.device.type == "cpu" else self.device.type
         ):

@@ -238,7 +238,7 @@ def _step_with_closure(
 
     if not found_inf.item():  # sync: the closure reads the loss on the host anyway
         updater.optimizer.step(closure)  # type: ignore[arg-type]
-        if found_inf.item():
+        if found_inf.item():  # sync: as above
             updater.optimizer.load_state_dict(saved)
             with torch.no_grad():
                 for parameter, weight in zip(updater.parameters, weights, strict=True):

@@ -15,6 +15,7 @@ from torch import nn
 
 from ampctl.amp import gradients
 from ampctl.amp.scaler import LossScaler
+from ampctl.doctor.trace import Trace
 from ampctl.recipe.schema import AmpConfig
 
 CPU = torch.device("cpu")
@@ -310,3 +311,16 @@ def test_a_norm_that_overflowed_counts_as_non_finite() -> None:
 def test_nu13_the_norm_of_large_half_precision_gradients_is_finite() -> None:
     group = [torch.full((1,), 5000.0, dtype=torch.float16) for _ in range(4)]
     assert gradients.total_norm([group]).item() == 10000.0
+
+
+def test_a_ceiling_needs_no_float64_where_a_device_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ampctl.amp.scaler.has_float64", lambda _: False)
+    scaler = make(AmpConfig(init_scale=2.0**126, growth_interval=1, max_scale=2.0**128 * 0.75))
+    seen: list[torch.dtype] = []
+    with Trace(lambda operation: seen.extend(each.dtype for each in operation.outputs())):
+        for _ in range(3):  # a third doubling alone would be infinite
+            scaler.update(torch.zeros(()))
+    assert scaler.current_scale.item() == 2.0**128 * 0.75
+    assert torch.float64 not in seen

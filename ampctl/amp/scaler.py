@@ -147,7 +147,8 @@ class LossScaler:
         self._scale.copy_(torch.where(overflow & (hysteresis > 0), before, self._scale))
         if config.max_scale is not None:
             # torch refuses to grow to inf before the ceiling is looked at, so grow again here.
-            grown = (before.double() * config.growth_factor).clamp_(max=config.max_scale).float()
+            wide = before.double() if has_float64(before.device) else before
+            grown = (wide * config.growth_factor).clamp_(max=config.max_scale).float()
             self._scale.copy_(torch.where(grew & grown.isfinite(), grown, self._scale))
         floored = self._scale.clamp(min=config.min_scale)
         self._scale.copy_(torch.where(overflow & (hysteresis == 0), floored, self._scale))
@@ -170,8 +171,8 @@ class LossScaler:
             "growth_factor": config.growth_factor,
             "backoff_factor": config.backoff_factor,
             "growth_interval": config.growth_interval,
-            "_growth_tracker": int(self._growth_tracker.item()),
-            "hysteresis_tracker": int(self._hysteresis_tracker.item()),
+            "_growth_tracker": int(self._growth_tracker.item()),  # sync: saving
+            "hysteresis_tracker": int(self._hysteresis_tracker.item()),  # sync: saving
             "hysteresis": config.hysteresis,
             "init_scale": config.init_scale,
             "min_scale": config.min_scale,
@@ -203,7 +204,7 @@ class LossScaler:
         saved_scale = self._scale.new_tensor(float(state["scale"]))  # in float32, as it is kept
         saved_init = state.get("init_scale", config.init_scale)
         if saved_init != config.init_scale or config.static:
-            if self._scale.ne(saved_scale).item():
+            if self._scale.ne(saved_scale).item():  # sync: resuming
                 notify(
                     f"amp.init_scale wins over the scale in the checkpoint: "
                     f"{config.init_scale:g} instead of {state['scale']:g}"
@@ -213,7 +214,7 @@ class LossScaler:
         if config.max_scale is not None:
             scale = min(scale, config.max_scale)
         self._scale.fill_(scale)
-        if self._scale.ne(saved_scale).item():
+        if self._scale.ne(saved_scale).item():  # sync: resuming
             notify(f"the scale in the checkpoint, {state['scale']:g}, is brought to {scale:g}")
         self._growth_tracker.fill_(int(state["_growth_tracker"]) % config.growth_interval)
         hysteresis = int(state.get("hysteresis_tracker", config.hysteresis))
