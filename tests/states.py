@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def spoil(batch: tuple[Tensor, Tensor], value: float = float("inf")) -> tuple[Te
 
 def make_state(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
     dtype: str,
     *,
     amp: AmpConfig | None = None,
@@ -69,13 +69,19 @@ def make_state(
     ema_decay: float | None = None,
     task: Task | None = None,
 ) -> TrainState:
+    """Make a state; ``optimizer``: one, or several by name."""
     amp = amp or AmpConfig()
-    make_skippable(optimizer)
+    optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
+    for each in optimizers.values():
+        make_skippable(each)
     return TrainState(
         model=model,
         bare=model,
         task=task or Classification(),
-        updaters=[Updater("", optimizer, learning_rate or FunctionSchedule(optimizer, factor))],
+        updaters=[
+            Updater(name, each, learning_rate or FunctionSchedule(each, factor))
+            for name, each in optimizers.items()
+        ],
         scaler=LossScaler(amp, enabled=dtype == "float16", device=CPU),
         precision=Precision("cpu", dtype, "test"),
         amp=amp,

@@ -10,26 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import states
 import torch
 from gan_parts import Gan, Pair
-from states import CPU, DTYPES
+from states import DTYPES, run
 from test_resume_exact import assert_same, last
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ampctl.amp.precision import Precision
-from ampctl.amp.scaler import LossScaler
-from ampctl.buffers import BufferGuard
 from ampctl.build import build_job
 from ampctl.doctor.trace import Operation, Trace
-from ampctl.ema import WeightAverage
 from ampctl.errors import CheckpointError, RecipeError, UsageError
 from ampctl.lr import FunctionSchedule
-from ampctl.optim import make_skippable
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
-from ampctl.state import StepReport, TrainState
-from ampctl.step import settle, train_step
+from ampctl.state import TrainState
 from ampctl.tasks import as_task
 from ampctl.track.metrics import read_metrics
 from ampctl.train import worker
@@ -61,29 +56,11 @@ def make_state(
     **amp: Any,
 ) -> TrainState:
     """A state with an optimizer for each named child of a model."""
+    optimizers = {name: make(list(getattr(model, name).parameters())) for name in parts}
     config = AmpConfig(**amp)
-    updaters = []
-    for name in parts:
-        optimizer = make(list(getattr(model, name).parameters()))
-        make_skippable(optimizer)
-        updaters.append(Updater(name, optimizer, FunctionSchedule(optimizer, None)))
-    return TrainState(
-        model=model,
-        bare=model,
-        task=as_task(task),
-        updaters=updaters,
-        scaler=LossScaler(config, enabled=dtype == "float16", device=CPU),
-        precision=Precision("cpu", dtype, "test"),
-        amp=config,
-        device=CPU,
-        buffers=BufferGuard(model),
-        ema=WeightAverage(model, ema_decay) if ema_decay else None,
+    return states.make_state(
+        model, optimizers, dtype, amp=config, ema_decay=ema_decay, task=as_task(task)
     )
-
-
-def run(state: TrainState, windows: Sequence[Sequence[Any]]) -> list[StepReport]:
-    reports = [train_step(state, window, measure=True) for window in windows]
-    return [report for report in [*reports, settle(state)] if report is not None]
 
 
 def batch(size: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
