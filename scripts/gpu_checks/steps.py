@@ -140,6 +140,7 @@ def sync(setup: Setup) -> Finding:
             optimizer=parts.ADAMW | parts.FUSED,
             scheduler={"_target_": "ampctl.schedules.Cosine"},
             amp={"dtype": "float16", "clip_norm": 1.0},
+            train={"ema_decay": 0.9},
             **blocks,
         )
         parts.run(state, [[batch]] * 5)
@@ -152,7 +153,9 @@ def sync(setup: Setup) -> Finding:
             raise CheckFailed(f"{name} network, step {step}: {error} ({_where(error)})") from error
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return Finding(f"{steps} steps of two networks, float16, fused AdamW, clipped: none waited")
+    return Finding(
+        f"{steps} steps of two networks, float16, fused AdamW, clipped, EMA: none waited"
+    )
 
 
 def _where(error: BaseException) -> str:
