@@ -29,7 +29,7 @@ from ampctl.build import build_job
 from ampctl.cli import app
 from ampctl.doctor.dry_run import traced_findings
 from ampctl.doctor.finding import MEANINGS, Finding, Target
-from ampctl.doctor.precision import preflight, static_findings
+from ampctl.doctor.precision_preflight import preflight, static_findings
 from ampctl.errors import UsageError
 from ampctl.lr import FunctionSchedule
 from ampctl.recipe.load import load_recipe

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ampctl import rng
 from ampctl.amp.precision import Precision
 from ampctl.amp.scaler import LossScaler
-from ampctl.doctor.constants import Constants
 from ampctl.doctor.finding import REFUSED_REMEDY, Finding, Target
+from ampctl.doctor.float16_constants import Constants
 from ampctl.doctor.trace import Trace, place, tensors
 from ampctl.errors import first_of
 from ampctl.losses import backward_passes

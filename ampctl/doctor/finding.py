@@ -1,6 +1,7 @@
 """What the precision preflight can find: the names that users rely on, and what it is held against.
 
-Who looks, and how, is for ``precision`` (what was built) and ``dry_run`` (a pass on fake tensors).
+Who looks, and how, is for ``precision_preflight`` (what was built) and ``dry_run`` (a pass on fake
+tensors).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every operation of a forward and backward pass, with the module and the line that it comes from.
 
-It only watches; what an operation shows is for ``watch`` and ``constants`` to judge. Nothing is
-hooked: a trace is a dispatch mode, there while its context is open.
+It only watches; what an operation shows is for ``watch`` and ``float16_constants`` to judge.
+Nothing is hooked: a trace is a dispatch mode, there while its context is open.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ampctl.distributed.env import choose_device
 from ampctl.doctor.finding import Target
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import examine
-from ampctl.doctor.precision import preflight
+from ampctl.doctor.precision_preflight import preflight
 from ampctl.errors import MachineError, NumericsError, RecipeError, UsageError
 from ampctl.preflight import unknown_metric
 from ampctl.recipe.load import LoadedRecipe

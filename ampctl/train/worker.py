@@ -16,7 +16,7 @@ from ampctl.build import Job, build_job
 from ampctl.checkpoint import lock
 from ampctl.checkpoint.store import NoCheckpointError, Store, abandon_after, load
 from ampctl.distributed.env import StopSignals
-from ampctl.doctor.precision import preflight
+from ampctl.doctor.precision_preflight import preflight
 from ampctl.errors import (
     AmpctlError,
     CheckpointError,
