@@ -12,6 +12,7 @@ from states import batches, make_state, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ampctl.amp.precision import choose_precision
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import examine
 from ampctl.recipe.load import load_recipe
@@ -265,3 +266,16 @@ def test_ac1_a_forward_without_gradients_leaves_the_next_one_its_gradients(dtype
         assert not torch.equal(model.weight, before)
         grads[task is None] = model.weight.detach() - before
     torch.testing.assert_close(grads[True], grads[False], rtol=0, atol=ROUGH[dtype] / 10)
+
+
+def test_ac1_a_cache_that_loses_gradients_is_not_used_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = torch.is_autocast_cache_enabled()
+    monkeypatch.setattr("ampctl.amp.precision.cache_keeps_gradients", lambda: False)
+    precision = choose_precision("bfloat16", torch.device("cpu"))
+    assert "without autocast's cache" in precision.reason
+    with precision.autocast():
+        assert not torch.is_autocast_cache_enabled()
+    assert torch.is_autocast_cache_enabled() is kept
+    assert "cache" not in choose_precision("float32", torch.device("cpu")).reason

@@ -664,3 +664,17 @@ def test_op1_preflight_raises_all_errors_and_returns_warnings() -> None:
     message = str(found.value)
     assert message.startswith("2 findings before the first step\nhalf-parameters: layer.weight, ")
     assert "vanishing-eps: optimizer: eps 1e-08" in message
+
+
+def test_a_trial_pass_caches_casts_only_where_a_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached: list[bool] = []
+
+    def note(x: Tensor) -> Tensor:
+        cached.append(torch.is_autocast_cache_enabled())
+        return x
+
+    for keeps in (True, False):
+        monkeypatch.setattr("ampctl.amp.precision.cache_keeps_gradients", lambda keeps=keeps: keeps)
+        traced(note, CUDA)
+    assert cached == [True, False]
+    assert torch.is_autocast_cache_enabled()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
+from torch.nn import functional as F
 
 from ampctl.environment import bfloat16_is_native, float16_is_native
 
@@ -31,7 +33,7 @@ class Precision:
             self.device_type,
             dtype=self.dtype if self.name != "float32" else None,
             enabled=self.name != "float32",
-            cache_enabled=self.cache_enabled,
+            cache_enabled=self.caches,
         )
         object.__setattr__(self, "_context", context)
 
@@ -41,6 +43,11 @@ class Precision:
         return DTYPES[self.name]
 
     @property
+    def caches(self) -> bool:
+        """Whether autocast keeps its casts of weights: if the recipe lets it, and it is right."""
+        return self.cache_enabled and cache_keeps_gradients()
+
+    @property
     def needs_scaling(self) -> bool:
         """Whether gradients can underflow: float16 alone has too small a range for them."""
         return self.name == "float16"
@@ -48,6 +55,20 @@ class Precision:
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context of the forward pass; one object, entered again each time."""
         return self._context
+
+
+@cache
+def cache_keeps_gradients() -> bool:
+    """Tell whether autocast's cache knows a cast made without gradients from one with them.
+
+    In torch 2.10 it does not: a forward pass under ``no_grad`` takes the gradients from the next
+    one. Source: https://github.com/pytorch/pytorch/pull/165068
+    """
+    x, weight = torch.ones(1, 1), torch.ones(1, 1, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
+        with torch.no_grad():
+            F.linear(x, weight)
+        return F.linear(x, weight).requires_grad
 
 
 def has_float64(device: torch.device) -> bool:
@@ -80,4 +101,6 @@ def choose_precision(wanted: str, device: torch.device, *, cache_enabled: bool =
             reason += f", though slow here: {bf16_reason}"
         if name == "float16" and not fp16:
             reason += f", though slow here: {fp16_reason}"
+    if name != "float32" and cache_enabled and not cache_keeps_gradients():
+        reason += "; without autocast's cache, which loses gradients in this version of torch"
     return Precision(kind, name, reason, cache_enabled)

@@ -125,12 +125,14 @@ class _Autocast(Precision):
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of the forward pass."""
-        return _autocast(self.device_type, self.name != "float32", self.dtype)
+        return _autocast(self.device_type, self.name != "float32", self.dtype, self.caches)
 
 
 @contextmanager
-def _autocast(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+def _autocast(device_type: str, enabled: bool, dtype: torch.dtype, caches: bool) -> Iterator[None]:
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(caches)
     torch.set_autocast_enabled(device_type, enabled)
     if enabled:
         torch.set_autocast_dtype(device_type, dtype)
@@ -140,6 +142,7 @@ def _autocast(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[N
     finally:
         torch.set_autocast_enabled(device_type, before[0])
         torch.set_autocast_dtype(device_type, before[1])
+        torch.set_autocast_cache_enabled(cached)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
 
