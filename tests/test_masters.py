@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ampctl.amp.masters import trainable_half, upcast_
 from ampctl.build import build_job
+from ampctl.doctor.precision_preflight import preflight
 from ampctl.errors import UsageError
 from ampctl.recipe.load import load_recipe
 from ampctl.track.metrics import read_metrics
@@ -77,7 +78,7 @@ def test_op1_op2_a_half_model_trains_and_resumes_with_upcast(dtype: str) -> None
 
 def test_op1_without_it_the_parameters_are_named_with_the_remedy() -> None:
     with pytest.raises(UsageError, match=r"(?s)norm.weight.*amp.upcast=true"):
-        build_job(load_recipe("recipe.yaml", [HALF_MODEL, "amp.dtype=float16"]))
+        preflight(build_job(load_recipe("recipe.yaml", [HALF_MODEL, "amp.dtype=float16"])))
 
 
 def test_upcast_where_nothing_is_in_half_precision_says_so(
