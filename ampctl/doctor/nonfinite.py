@@ -48,15 +48,18 @@ class Diagnosis:
     override: str | None = None
 
 
-def examine(state: TrainState, window: Sequence[Any]) -> Diagnosis:
+def examine(state: TrainState, window: Sequence[Any], *, step: int | None = None) -> Diagnosis:
     """Run a bad window again, in its dtype and in float32, and name the first bad operation.
 
     Verdicts come in the order in which one hides the others: weights that are not finite, inputs
-    that are not finite, a fault in float32 as well, a fault of the low precision alone. The scale
-    is the present one; dropout draws anew, the same in each replay. Weights, buffers, generators
-    and the mode of modules are left as they were, gradients dropped. Raises what the user's code
-    raises, but for want of memory.
+    that are not finite, a fault in float32 as well, a fault of the low precision alone. ``step`` is
+    the number that the task was given (from 0), whose turns follow from it; by default the next.
+    The scale is the present one; dropout draws anew, the same in each replay. Weights, buffers,
+    generators and the mode of modules are left as they were, gradients dropped. Raises what the
+    user's code raises, but for want of memory.
     """
+    if step is not None:
+        state = replace(state, progress=replace(state.progress, step=step))
     bad = _bad_weights(state) or _bad_inputs(window)
     try:
         return _examined(state, window, bad)

@@ -122,7 +122,7 @@ def _first_evaluation(job: Job, data: EvalData) -> dict[str, float]:
 
 
 def _not_finite(job: Job, window: list[Any], loss: float) -> str:
-    found = examine(job.state, window)
+    found = examine(job.state, window, step=0)
     facts = "".join(f"\n  seen:   {fact}" for fact in found.facts)
     return (
         f"the loss of the first step is {loss}\n  cause:  {found.cause}{facts}\n"

@@ -197,7 +197,7 @@ def _take(run: Run, report: StepReport) -> None:
     if amp.nonfinite == "skip" and report.consecutive_skips < amp.max_skips:
         return
     window = next((batches for step, batches in run.windows if step == report.step), [])
-    diagnosis = examine(run.job.state, window)
+    diagnosis = examine(run.job.state, window, step=report.step - 1)
     run.log.diagnosis(
         report.step,
         cause=diagnosis.cause,

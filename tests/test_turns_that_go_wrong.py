@@ -1,0 +1,63 @@
+"""Turns of several optimizers that go wrong: what is told, and what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gan_parts import Gan
+from test_several_optimizers import recipe, train
+from torch import Tensor
+from torch.nn import functional as F
+
+from ampctl.errors import NumericsError
+from ampctl.recipe.load import load_recipe
+from ampctl.train.check import check_recipe
+
+__all__ = ["recipe"]  # a fixture
+
+GOOD = ("data.train.bad=[]", "data.train.bad_real=[]")
+
+
+class Seldom(Gan):
+    """The generator has its turn at each third step, and overflows float16 there."""
+
+    def __init__(self, first: int = 0) -> None:
+        super().__init__()
+        self.first = first
+
+    def losses(self, model: Any, batch: Any, step: int, grad: Any) -> Iterator[tuple[str, Tensor]]:
+        real, noise = batch
+        yield "critic", F.softplus(-model.critic(real).float()).mean()
+        if step % 3 == self.first:
+            yield "generator", (model.generator(noise) * 6e4 * 6e4).float().mean()
+
+
+def task(name: str, **options: Any) -> str:
+    listed = "".join(f", {key}: {value}" for key, value in options.items())
+    return f"task={{_target_: test_turns_that_go_wrong.{name}{listed}}}"
+
+
+def stopped(*overrides: str) -> str:
+    with pytest.raises(NumericsError) as raised:
+        train("a", *GOOD, "amp.dtype=float16", *overrides)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_turn_that_went_wrong_is_the_one_that_is_examined(
+    recipe: Path, first: int, every: int
+) -> None:
+    said = stopped(
+        task("Seldom", first=first), "amp.nonfinite=stop", f"checkpoint.every_steps={every}"
+    )
+    assert "mul in test_turns_that_go_wrong.py" in said.replace("tests/", "")
+    assert "in float32 the step is finite" in said
+
+
+def test_the_first_turn_is_examined_by_check(recipe: Path) -> None:
+    with pytest.raises(NumericsError, match="in float32 the step is finite"):
+        check_recipe(load_recipe("gan.yaml", [task("Seldom"), *GOOD, "amp.dtype=float16"]))
