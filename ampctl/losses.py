@@ -114,8 +114,9 @@ def _turn(
         updater = updaters[given[0]]
         loss = _scalar(given[1], state, "losses")
         # Of this optimizer alone: what a generator's loss leaves in the critic is not the
-        # critic's gradient.
-        part = _backward(state, loss, share, updater, inputs=updater.parameters)
+        # critic's gradient. A task may have frozen a part, for a while or from now on.
+        trained = [each for each in updater.parameters if each.requires_grad]
+        part = _backward(state, loss, share, updater, inputs=trained)
         mean = part if mean is None else mean + part
     return None if mean is None else (updater, mean)
 
@@ -141,7 +142,7 @@ def _backward(
     """
     if share != 1.0:
         loss = loss * share
-    if not loss.requires_grad:
+    if not loss.requires_grad or (inputs is not None and not inputs):
         raise no_gradient(state, updater)
     torch.autograd.backward(state.scaler.scale(loss), inputs=inputs)
     return loss.detach().float()

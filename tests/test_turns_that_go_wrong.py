@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gan_parts import Gan
 from test_several_optimizers import recipe, train
 from torch import Tensor
 from torch.nn import functional as F
 
-from ampctl.errors import NumericsError
+from ampctl.errors import NumericsError, UsageError
 from ampctl.recipe.load import load_recipe
 from ampctl.train.check import check_recipe
 
@@ -46,6 +47,11 @@ def stopped(*overrides: str) -> str:
     return str(raised.value)
 
 
+def weights(run_dir: Path, step: int) -> dict[str, Tensor]:
+    saved = torch.load(run_dir / f"checkpoints/step-{step:08}.pt", weights_only=True)
+    return dict(saved["model"])
+
+
 @pytest.mark.parametrize("first", [0, 1, 2])
 @pytest.mark.parametrize("every", [1, 4])
 def test_the_turn_that_went_wrong_is_the_one_that_is_examined(
@@ -61,3 +67,29 @@ def test_the_turn_that_went_wrong_is_the_one_that_is_examined(
 def test_the_first_turn_is_examined_by_check(recipe: Path) -> None:
     with pytest.raises(NumericsError, match="in float32 the step is finite"):
         check_recipe(load_recipe("gan.yaml", [task("Seldom"), *GOOD, "amp.dtype=float16"]))
+
+
+class Freezes(Gan):
+    """Freezes a layer of the critic before its turn, from one step on."""
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def losses(self, model: Any, batch: Any, step: int, grad: Any) -> Iterator[tuple[str, Tensor]]:
+        if step == 1:
+            model.critic[: self.layers].requires_grad_(False)
+        yield "critic", F.softplus(-model.critic(batch[0]).float()).mean()
+        yield "generator", F.softplus(-model.critic(model.generator(batch[1])).float()).mean()
+
+
+def test_a_part_that_is_frozen_in_training_stays_as_it_is(recipe: Path) -> None:
+    run_dir = train("a", *GOOD, task("Freezes"), "optimizer.critic.momentum=0")
+    first, final = weights(run_dir, 1), weights(run_dir, 12)
+    assert torch.equal(first["critic.0.weight"], final["critic.0.weight"])
+    assert not torch.equal(first["critic.2.weight"], final["critic.2.weight"])
+
+
+def test_an_optimizer_whose_every_parameter_was_frozen_is_told(recipe: Path) -> None:
+    with pytest.raises(UsageError, match=r"optimizer\.critic: 0 of 4 parameters received a grad"):
+        train("a", *GOOD, task("Freezes", layers=3))
