@@ -21,6 +21,8 @@ from ampctl.updater import Updater
 Turn = tuple[Sequence[Updater], Tensor]
 """The optimizers whose gradients are complete, and the mean loss of the window, in float32."""
 
+_OVER: Any = object()  # what a generator that has no more turns gives
+
 
 def backward_passes(state: TrainState, window: Sequence[Any]) -> Iterator[Turn]:
     """Accumulate the scaled gradients of a window, and yield when optimizers can step by them.
@@ -104,12 +106,12 @@ def _turn(
     names: list[str | None] = []
     for losses, share in runs:
         with state.precision.autocast():
-            given = next(losses, None)
-        names.append(_name(state, given, had) if given is not None else None)
+            given: Any = next(losses, _OVER)
+        names.append(_name(state, given, had) if given is not _OVER else None)
         if names[0] != names[-1]:
             told = " and ".join(str(name) for name in (names[0], names[-1]))
             raise _wrong(state, f"must have the same turns for each micro-batch: {told}")
-        if given is None:
+        if given is _OVER:
             continue
         updater = updaters[given[0]]
         loss = _scalar(given[1], state, "losses")

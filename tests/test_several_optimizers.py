@@ -448,6 +448,7 @@ def good(name: str) -> Callable[[Any, Any], Any]:
         (Given(), "yielded no loss"),
         (Given(good("discriminator")), "'discriminator'; the optimizers of this recipe are critic"),
         (Given(good("critic"), good("critic")), "a second turn in one step.*step % 5"),
+        (Given(good("critic"), lambda m, b: None, good("generator")), "must yield.*NoneType"),
         (Given(lambda m, b: m.critic(b[0]).sum()), r"must yield \(name of an optimizer, loss\)"),
         (Given(lambda m, b: ("critic", m.critic(b[0]))), "a scalar tensor.*shape"),
         (Given(lambda m, b: ("critic", 1.0)), "a scalar tensor.*float"),
