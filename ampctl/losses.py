@@ -93,6 +93,9 @@ def _turns(state: TrainState, shares: Sequence[tuple[Any, float]]) -> Iterator[T
         updater, mean = turn
         had.append(updater.name)
         yield [updater], mean
+        # A task that yields inside an autocast of its own keeps the casts of weights alive, which
+        # the optimizer has moved since.
+        torch.clear_autocast_cache()
     if not had:
         raise _wrong(state, "yielded no loss")
 

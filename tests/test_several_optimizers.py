@@ -424,6 +424,34 @@ def test_a_turn_that_is_left_out_leaves_its_optimizer_alone() -> None:
     )
 
 
+class Island:
+    """Computes a loss in an autocast of its own, and yields inside of it or after it."""
+
+    def __init__(self, inside: bool) -> None:
+        self.inside = inside
+
+    def losses(self, model: Any, batch: Any) -> Iterator[tuple[str, Tensor]]:
+        real, noise = batch
+        score = model.critic(real)
+        with torch.autocast("cpu", enabled=False):
+            loss = F.softplus(-score.float()).mean()
+            if self.inside:
+                yield "critic", loss
+        if not self.inside:
+            yield "critic", loss
+        yield "generator", F.softplus(-model.critic(model.generator(noise)).float()).mean()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_turn_sees_the_weights_after_the_last_one_wherever_it_is_yielded(dtype: str) -> None:
+    ends = []
+    for inside in (True, False):
+        state = make_state(pair(), ("critic", "generator"), Island(inside), dtype)
+        run(state, [[batch(seed=i)] for i in range(4)])
+        ends.append(state.bare.state_dict())
+    assert_same(*ends)
+
+
 # ---------------------------------------------------------------- what a task may not do
 
 
