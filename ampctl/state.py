@@ -27,7 +27,8 @@ class Progress:
     """How far a run has come. Steps count attempts, updates the steps that were applied.
 
     With several optimizers a step is applied if each that took part in it was;
-    ``optimizer_updates`` and ``optimizer_skips`` count for each by itself.
+    ``optimizer_updates`` and ``optimizer_skips`` count for each by itself, and
+    ``optimizer_skips_in_a_row`` the last of its turns.
     """
 
     step: int = 0
@@ -45,6 +46,7 @@ class Progress:
     early_stop_bad: int = 0
     optimizer_updates: dict[str, int] = field(default_factory=dict)
     optimizer_skips: dict[str, int] = field(default_factory=dict)
+    optimizer_skips_in_a_row: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,9 @@ class StepReport:
     ``activation``, the largest float16 output of a module, and which module's it is.
 
     With several optimizers ``loss`` is the sum of what their turns lost, ``lr`` the rate of the
-    first that took part, and the step is skipped if one of them was; ``optimizers`` has for each
-    that took part whether it was ``skipped``, and its own figures.
+    first that took part, and the step is skipped if one of them was; ``consecutive_skips`` counts
+    the steps in a row, or the turns of one of the skipped if it had more; ``optimizers`` has for
+    each that took part whether it was ``skipped``, and its own figures.
     """
 
     step: int
@@ -156,9 +159,14 @@ class TrainState:
         # A hook would make a compiled model be compiled anew.
         self.watches_activations = self.scaler.enabled and not self.compiled
         self._asked = {name: asks_for(getattr(self.task, name)) for name in ("loss", "losses")}
-        counts = {updater.name: 0 for updater in self.updaters if updater.name}
-        self.progress.optimizer_updates = {**counts, **self.progress.optimizer_updates}
-        self.progress.optimizer_skips = {**counts, **self.progress.optimizer_skips}
+        self._count_each()
+
+    def _count_each(self) -> None:
+        """Let every optimizer that has a name be counted by it."""
+        counts, progress = {each.name: 0 for each in self.updaters if each.name}, self.progress
+        progress.optimizer_updates = {**counts, **progress.optimizer_updates}
+        progress.optimizer_skips = {**counts, **progress.optimizer_skips}
+        progress.optimizer_skips_in_a_row = {**counts, **progress.optimizer_skips_in_a_row}
 
     def extras(self, method: str) -> dict[str, Any]:
         """Return what a method of the task asks for beside the model and the batch, by name."""
@@ -221,6 +229,7 @@ class TrainState:
         load_model(self.bare, saved["model"])
         known = Progress.__dataclass_fields__
         self.progress = Progress(**{k: v for k, v in saved["progress"].items() if k in known})
+        self._count_each()
         for updater in self.updaters:
             name = updater.name
             load_optimizer(

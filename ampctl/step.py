@@ -105,10 +105,13 @@ def settle(state: TrainState) -> StepReport | None:
         if figures[key("found_inf", name)]:
             if name:
                 progress.optimizer_skips[name] += 1
+                progress.optimizer_skips_in_a_row[name] += 1
             continue
         if name:
             progress.optimizer_updates[name] += 1
+            progress.optimizer_skips_in_a_row[name] = 0
         updater.learning_rate.updated()
+    rows = [progress.optimizer_skips_in_a_row[name] for name in of_each]
     scale_before, state.scale_on_host = state.scale_on_host, figures["scale"]
     return StepReport(
         step=pending.step,
@@ -122,7 +125,7 @@ def settle(state: TrainState) -> StepReport | None:
         skipped=skipped,
         scale_before=scale_before,
         scale_after=figures["scale"],
-        consecutive_skips=progress.consecutive_skips,
+        consecutive_skips=max([progress.consecutive_skips, *rows]),
         optimizers=of_each,
     )
 

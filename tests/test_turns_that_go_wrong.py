@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from gan_parts import Gan
-from test_several_optimizers import recipe, train
+from test_several_optimizers import recipe, resume, train
 from torch import Tensor
 from torch.nn import functional as F
 
 from ampctl.errors import NumericsError, UsageError
 from ampctl.recipe.load import load_recipe
+from ampctl.track.metrics import read_metrics
 from ampctl.train.check import check_recipe
 
 __all__ = ["recipe"]  # a fixture
@@ -93,3 +94,20 @@ def test_a_part_that_is_frozen_in_training_stays_as_it_is(recipe: Path) -> None:
 def test_an_optimizer_whose_every_parameter_was_frozen_is_told(recipe: Path) -> None:
     with pytest.raises(UsageError, match=r"optimizer\.critic: 0 of 4 parameters received a grad"):
         train("a", *GOOD, task("Freezes", layers=3))
+
+
+@pytest.mark.parametrize("stop", [None, 5])
+def test_an_optimizer_that_overflows_at_each_of_its_turns_stops_the_run(
+    recipe: Path, stop: int | None
+) -> None:
+    limits = (task("Seldom"), "amp.max_skips=4")
+    if stop is None:
+        said = stopped(*limits)
+    else:
+        train("a", *GOOD, "amp.dtype=float16", f"train.max_steps={stop}", *limits)
+        with pytest.raises(NumericsError) as raised:
+            resume(Path("a"), "train.max_steps=null")
+        said = str(raised.value)
+    assert said.startswith("stopped at step 10: 4 non-finite turns of generator in a row\n")
+    events = read_metrics("b/metrics.jsonl" if stop else "a/metrics.jsonl")
+    assert [e["consecutive"] for e in events if e["event"] == "skip"][-2:] == [3, 4]

@@ -208,16 +208,24 @@ def _take(run: Run, report: StepReport) -> None:
     raise NumericsError(_numerics_message(run, report, diagnosis))
 
 
-def _numerics_message(run: Run, report: StepReport, diagnosis: Diagnosis) -> str:
+def _row(report: StepReport, progress: Progress) -> str:
+    """Say what lasted too long: steps, or the turns of an optimizer that has some of them only."""
     count = report.consecutive_skips
+    if count > progress.consecutive_skips:
+        names = [n for n, row in progress.optimizer_skips_in_a_row.items() if row == count]
+        return f"{count} non-finite turns of {', '.join(names)} in a row"
     row = "the first non-finite step" if count == 1 else f"{count} non-finite steps in a row"
-    good = report.step - count
+    return f"{row}; the last good step was {report.step - count}"
+
+
+def _numerics_message(run: Run, report: StepReport, diagnosis: Diagnosis) -> str:
+    row = _row(report, run.progress)
     history = " -> ".join(f"{scale:g} (step {step})" for step, scale in run.scales)
     saved = run.store.wait()
     command = f"ampctl resume {run.run_dir}" if saved else f"ampctl train {run.run_dir / RECIPE}"
     change = f" {shlex.quote(diagnosis.override)}" if diagnosis.override else ""
     lines = [
-        f"stopped at step {report.step}: {row}; the last good step was {good}",
+        f"stopped at step {report.step}: {row}",
         f"  cause:  {diagnosis.cause}",
         *(f"  seen:   {fact}" for fact in diagnosis.facts),
         *([f"  scale:  {history}"] if history else []),
