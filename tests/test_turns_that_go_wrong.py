@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,22 @@ def test_an_optimizer_that_overflows_at_each_of_its_turns_stops_the_run(
     assert said.startswith("stopped at step 10: 4 non-finite turns of generator in a row\n")
     events = read_metrics("b/metrics.jsonl" if stop else "a/metrics.jsonl")
     assert [e["consecutive"] for e in events if e["event"] == "skip"][-2:] == [3, 4]
+    assert "\n  weights of generator were not touched by these steps" in said
+
+
+def test_the_rate_of_the_optimizer_whose_weights_have_grown_is_to_be_lowered(recipe: Path) -> None:
+    said = stopped("optimizer.critic.lr=1e9", "amp.max_skips=3", "task.every=1")
+    assert re.search(r"have grown to \S+ \(critic\.\S+\): lower optimizer\.critic\.lr or", said)
+    assert " optimizer.critic.lr=1e8`" in said.replace("1e+08", "1e8")
+    assert "\n  weights were not touched by these steps" in said
+
+
+class Huge(Gan):
+    def losses(self, model: Any, batch: Any, step: int, grad: Any) -> Iterator[tuple[str, Tensor]]:
+        yield "critic", (model.critic(batch[0]).float() * 1e38 * 1e38).mean()
+
+
+def test_no_rate_is_named_where_none_is_at_fault(recipe: Path) -> None:
+    said = stopped(task("Huge"), "amp.max_skips=1")
+    assert "lower optimizer.NAME.lr, set amp.clip_norm" in said
+    assert "once this is mended" in said

@@ -25,7 +25,9 @@ from ampctl.doctor.replay import (
 )
 from ampctl.doctor.watch import Event
 from ampctl.errors import first_of
+from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
+from ampctl.updater import Updater
 
 # Trained weights hardly ever pass this; those of a run that diverges do so within a few steps.
 _GROWN = 1e3
@@ -112,15 +114,15 @@ def _in_any_precision(state: TrainState, window: Sequence[Any], full: Replay) ->
     if full.first is not None:
         found = reasons.reason(full.first, full.then)
         cause, advice = found.cause + _hidden_words(full), found.advice
-    large = _too_large(state, window)
+    large, grown = _too_large(state, window), _grown(state)
     return Diagnosis(
         f"the step is not finite in float32 either: {cause}",
         "; ".join(filter(None, (advice, large)))
-        or "the values are too large for any precision: lower optimizer.lr, set amp.clip_norm "
+        or f"the values are too large for any precision: lower {_rate(state)}, set amp.clip_norm "
         "(1.0, say), or look at what the model multiplies",
         module=full.first.place.module if full.first is not None else _owner(tensor),
         tensor=tensor,
-        override=_lower_rate(state) if "optimizer.lr" in large or not (advice or large) else None,
+        override=_lower_rate(state, grown) if grown or not (advice or large) else None,
     )
 
 
@@ -151,8 +153,9 @@ def _of_low_precision(state: TrainState, window: Sequence[Any], low: Replay) -> 
         found = reasons.reason(low.first, low.then)
         cause, advice = found.cause + _hidden_words(low), found.advice
     large = _too_large(state, window)
-    if _largest_weight(state)[1] > _GROWN:  # another dtype would only put off the end
-        helps, override = "", _lower_rate(state)
+    grown = _grown(state)
+    if grown:  # another dtype would only put off the end
+        helps, override = "", _lower_rate(state, grown)
     else:
         helps, override = _what_helps(state, window, module)
     return Diagnosis(
@@ -173,10 +176,10 @@ def _hidden_words(seen: Replay) -> str:
 def _too_large(state: TrainState, window: Sequence[Any]) -> str:
     """Say what to do about weights or inputs that are large in any precision, or ""."""
     name, weight = _largest_weight(state)
-    if weight > _GROWN:
+    if _grown(state):
         return (
-            f"the weights have grown to {reasons.short(weight)} ({name}): lower optimizer.lr or "
-            "set amp.clip_norm, and start from an earlier checkpoint"
+            f"the weights have grown to {reasons.short(weight)} ({name}): lower "
+            f"{_rate(state, name)} or set amp.clip_norm, and start from an earlier checkpoint"
         )
     place, value = _largest_input(window)
     if value > _LARGE_INPUT:
@@ -217,11 +220,11 @@ def _bad_weights(state: TrainState) -> Diagnosis | None:
         return None
     return Diagnosis(
         f"weights are not finite: {first_of(weights)}",
-        "the weights were lost before this step: lower optimizer.lr or set amp.clip_norm, and "
-        "start from an earlier checkpoint",
+        f"the weights were lost before this step: lower {_rate(state, weights[0])} or set "
+        "amp.clip_norm, and start from an earlier checkpoint",
         module=_owner(weights[0]),
         tensor=weights[0],
-        override=_lower_rate(state),
+        override=_lower_rate(state, weights[0]),
     )
 
 
@@ -236,13 +239,35 @@ def _bad_inputs(window: Sequence[Any]) -> Diagnosis | None:
     )
 
 
-def _lower_rate(state: TrainState) -> str | None:
-    """Return an override that lowers the rate of the only optimizer to a tenth."""
-    if len(state.updaters) > 1:
+def _trainer(state: TrainState, weight: str | None) -> Updater | None:
+    """Return the only optimizer, or of several the one that trains a weight."""
+    if len(state.updaters) == 1:
+        return state.updaters[0]
+    named = dict(state.bare.named_parameters()).get(weight or "")
+    own = (each for each in state.updaters if any(p is named for p in each.parameters))
+    return next(own, None)
+
+
+def _rate(state: TrainState, weight: str | None = None) -> str:
+    """Return the key of the rate that moves a weight."""
+    updater = _trainer(state, weight)
+    return f"{block_key('optimizer', updater.name if updater is not None else 'NAME')}.lr"
+
+
+def _lower_rate(state: TrainState, weight: str | None = None) -> str | None:
+    """Return an override that lowers the rate of a weight to a tenth."""
+    updater = _trainer(state, weight)
+    if updater is None:
         return None
-    group = state.updaters[0].optimizer.param_groups[0]
+    group = updater.optimizer.param_groups[0]
     rate = float(group.get("initial_lr", group["lr"]))
-    return f"optimizer.lr={rate / 10:g}" if rate else None
+    return f"{_rate(state, weight)}={rate / 10:g}" if rate else None
+
+
+def _grown(state: TrainState) -> str | None:
+    """Return the name of the largest weight if it is larger than trained ones are."""
+    name, size = _largest_weight(state)
+    return name if size > _GROWN else None
 
 
 def _largest_weight(state: TrainState) -> tuple[str, float]:

@@ -231,10 +231,16 @@ def _numerics_message(run: Run, report: StepReport, diagnosis: Diagnosis) -> str
         *([f"  scale:  {history}"] if history else []),
         f"  advice: {diagnosis.advice}",
         f"  next:   `{command}{change}`" + ("" if change else ", once this is mended"),
-        "  weights were not touched by these steps; "
+        f"  {_untouched(report)} not touched by these steps; "
         + (f"the newest checkpoint is {saved}" if saved else "no checkpoint was saved before them"),
     ]
     return "\n".join(lines)
+
+
+def _untouched(report: StepReport) -> str:
+    skipped = [name for name, own in report.optimizers.items() if own["skipped"]]
+    whose = "" if len(skipped) == len(report.optimizers) else f" of {', '.join(skipped)}"
+    return f"weights{whose} were"
 
 
 def _evaluate(run: Run) -> None:
