@@ -27,9 +27,17 @@ def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, recipe_wins: bool
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    *,
+    recipe_wins: bool,
 ) -> None:
-    """Load an optimizer's state; raise CheckpointError that names the parameters that differ."""
+    """Load an optimizer's state; raise CheckpointError that names the parameters that differ.
+
+    ``weights`` are those that were saved with it, by name: where their dtype is another one now
+    (``amp.upcast``), what the optimizer held in it goes along.
+    """
     own_groups = optimizer.state_dict()["param_groups"]
     own = [tuple(group.get("param_names", ())) for group in own_groups]
     saved = [tuple(group.get("param_names", ())) for group in state["param_groups"]]
@@ -51,7 +59,7 @@ def load_optimizer(
         optimizer.load_state_dict({**state, "param_groups": groups})
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(fit_message("optimizer", [str(error)])) from error
-    _put_back_dtypes(optimizer, state)
+    _put_back_dtypes(optimizer, state, weights)
     for group, fresh in zip(optimizer.param_groups, from_recipe, strict=True):
         for name, value in fresh.items():
             # The rate is the schedule's, which brings a new base rate to bear itself.
@@ -59,16 +67,24 @@ def load_optimizer(
                 group[name] = value
 
 
-def _put_back_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def _put_back_dtypes(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], weights: Mapping[str, Any]
+) -> None:
     """Undo that torch casts an optimizer's state to its parameter's dtype (NAdam's products)."""
-    indices = [index for group in state["param_groups"] for index in group["params"]]
+    groups = state["param_groups"]
+    indices = [index for group in groups for index in group["params"]]
+    names = [n for g in groups for n in g.get("param_names", [None] * len(g["params"]))]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, parameter in zip(indices, parameters, strict=True):
-        for name, saved in state["state"].get(index, {}).items():
-            loaded = optimizer.state[parameter].get(name)
-            both = isinstance(saved, Tensor) and isinstance(loaded, Tensor)
-            if both and loaded.dtype != saved.dtype:
-                optimizer.state[parameter][name] = saved.to(loaded.device)
+    for index, name, parameter in zip(indices, names, parameters, strict=True):
+        was = getattr(weights.get(name), "dtype", parameter.dtype)
+        for key, saved in state["state"].get(index, {}).items():
+            loaded = optimizer.state[parameter].get(key)
+            if not isinstance(saved, Tensor) or not isinstance(loaded, Tensor):
+                continue
+            # Averages of gradients go along with the parameter; scalars are counters and products.
+            follows = saved.dtype == was != parameter.dtype and saved.ndim >= min(parameter.ndim, 1)
+            if loaded.dtype != saved.dtype and not follows:
+                optimizer.state[parameter][key] = saved.to(loaded.device)
 
 
 def _group_difference(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> list[str]:

@@ -233,7 +233,10 @@ class TrainState:
         for updater in self.updaters:
             name = updater.name
             load_optimizer(
-                updater.optimizer, optimizers[name], recipe_wins=name in changed_optimizers
+                updater.optimizer,
+                optimizers[name],
+                saved["model"],
+                recipe_wins=name in changed_optimizers,
             )
             updates = self.progress.updates
             updater.learning_rate.load_state_dict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,43 @@ def test_op1_op2_a_half_model_trains_and_resumes_with_upcast(dtype: str) -> None
             assert torch.isfinite(tensor).all(), name
     resume(Path("a/checkpoints/step-00000005.pt"), run_dir="b")
     assert_same(last(Path("b")), saved)
+
+
+class WholeNet(HalfNet):
+    """All of it can be trained, and all of it is in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(True).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["AdamW, lr: 1e-3", "NAdam, lr: 1e-3", "SGD, lr: 1e-2, momentum: 0.9", "Adafactor, lr: 1e-2"],
+)
+@pytest.mark.parametrize("upcast", [True, False])
+def test_op1_a_run_goes_on_with_upcast_or_without_it(optimizer: str, upcast: bool) -> None:
+    Path("recipe.yaml").write_text(
+        re.sub(r"(?m)^optimizer:.*$", f"optimizer: {{_target_: torch.optim.{optimizer}}}", RECIPE)
+    )
+    model = "model={_target_: test_masters.WholeNet}"
+    changes = (model, "amp.dtype=bfloat16", "train.ema_decay=null")
+    train("a", *changes, f"amp.upcast={str(not upcast).lower()}")
+    change = f"amp.upcast={str(upcast).lower()}"
+    saved = last(resume(Path("a/checkpoints/step-00000005.pt"), change, run_dir="b"))
+    now = torch.float32 if upcast else torch.bfloat16
+    parameter = saved["model"]["head.weight"]
+    (index,) = [
+        place
+        for group in saved["optimizer"]["param_groups"]
+        for place, name in zip(group["params"], group["param_names"], strict=True)
+        if name == "head.weight"
+    ]
+    for name, value in saved["optimizer"]["state"][index].items():
+        wanted = torch.float32 if name in ("step", "mu_product") else now
+        assert not isinstance(value, Tensor) or value.dtype == wanted, name
+    assert parameter.dtype == now
+    assert torch.isfinite(parameter).all()
 
 
 def test_op1_without_it_the_parameters_are_named_with_the_remedy() -> None:
