@@ -488,6 +488,42 @@ def test_a_fault_of_the_users_own_stays_for_the_first_step(
     assert not caplog.records  # torch would log a traceback
 
 
+class Keeps(Net):
+    """A hook, or a lambda, that holds on to the model which it was made for."""
+
+    def __init__(self, lookup: bool) -> None:
+        super().__init__()
+        self.found: dict[str, Tensor] = {}
+        self.lookup = lookup
+        self.first.register_forward_hook(lambda m, i, output: self.found.update(first=output))
+        self.last = lambda x: self.head(F.relu(self.norm(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        return self.last(self.found["first"] if self.lookup else first)
+
+
+@pytest.mark.parametrize("target", [CPU, CUDA])
+def test_a_model_whose_copy_is_tied_to_it_is_no_error(target: Target) -> None:
+    found = traced_findings(state_of(Keeps(lookup=True)), batches(1), target)
+    assert ("not-traced", "warning") in names(found)
+    assert "KeyError" in str(found[-1])
+    found = traced_findings(state_of(Keeps(lookup=False)), batches(1), target)
+    assert all(severity == "warning" for _, severity in names(found))
+    if target is CPU:
+        assert not found
+
+
+class Refuses(Net):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise KeyError("never")
+
+
+def test_a_copy_that_is_refused_in_any_way_is_told() -> None:
+    (finding,) = traced_findings(state_of(Refuses()), batches(1), CPU)
+    assert (finding.name, finding.severity) == ("not-traced", "warning")
+
+
 class Lively(Net):
     """Draws, counts, and writes into a buffer of its own, a tensor that is no buffer, a list."""
 

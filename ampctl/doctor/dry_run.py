@@ -13,7 +13,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -28,16 +28,12 @@ from ampctl.amp.scaler import LossScaler
 from ampctl.doctor.finding import REFUSED_REMEDY, Finding, Target
 from ampctl.doctor.float16_constants import Constants
 from ampctl.doctor.trace import Trace, place, tensors
-from ampctl.errors import first_of
+from ampctl.errors import AmpctlError, first_of
 from ampctl.losses import backward_passes
 from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
 from ampctl.tasks import Task
 from ampctl.updater import Updater
-
-# What copying and fake tensors raise at: values that are read on the host, operations without a
-# fake form, tensors on another device. A fault of the user's own comes again in the first step.
-_LIMITS = (RuntimeError, AssertionError, AttributeError, TypeError, ValueError)
 
 _REFUSAL = "unsafe to autocast"
 _HIDES_PARAMETERS = "CheckpointFunctionBackward"  # reentrant: its own graph is made in the backward
@@ -70,7 +66,7 @@ def traced_findings(
             return [_not_traced(target.device_type, unknown)]
         try:
             run = _prepare(state, window[0], target, mode)
-        except (*_LIMITS, copy.Error) as error:
+        except Exception as error:  # of somebody's own __deepcopy__ too
             return [_not_traced("model and task", f"they cannot be copied: {_first_line(error)}")]
         return _findings(run)
 
@@ -84,12 +80,16 @@ def owners(task: Task) -> list[Any]:
 
 @dataclass
 class _DryRun:
-    """A run's state and a micro-batch with fake tensors, and the mode that they live in."""
+    """A run's state and a micro-batch with fake tensors, and the mode that they live in.
+
+    ``originals`` has the id of the tensor that each fake one (by its id) stands for.
+    """
 
     state: TrainState
     batch: Any
     mode: AbstractContextManager[Any]
     losses: _Losses
+    originals: Mapping[int, int]
 
 
 class _Losses(LossScaler):
@@ -194,7 +194,8 @@ def _prepare(
         precision=_Autocast(target.device_type, target.dtype, "the target's"),
         device=torch.device(target.device_type),
     )
-    return _DryRun(fake_state, batch, mode, losses)
+    originals = {id(fake): original for original, fake in fakes.items()}
+    return _DryRun(fake_state, batch, mode, losses, originals)
 
 
 def _fake(tensor: Tensor, device_type: str) -> Tensor:
@@ -225,9 +226,14 @@ def _findings(run: _DryRun) -> list[Finding]:
             for updaters, _ in backward_passes(state, [run.batch]):
                 turns.append((updaters, run.losses.found))
                 run.losses.found = []
-    except _LIMITS as error:
+    except AmpctlError:
+        raise
+    except Exception as error:
+        # A copy without values can raise anything: a value is read on the host, an operation has no
+        # fake form, a hook has written into the original. A fault of the user's own comes again in
+        # the first step.
         return [*constants.findings(), _ended(error, state.bare)]
-    return [*constants.findings(), *_without_gradient(state.bare, turns)]
+    return [*constants.findings(), *_without_gradient(run, turns)]
 
 
 def _ended(error: Exception, model: nn.Module) -> Finding:
@@ -267,17 +273,20 @@ def _first_line(error: Exception) -> str:
 
 
 def _without_gradient(
-    model: nn.Module, turns: Sequence[tuple[Sequence[Updater], list[Tensor]]]
+    run: _DryRun, turns: Sequence[tuple[Sequence[Updater], list[Tensor]]]
 ) -> Iterator[Finding]:
-    """Find parameters that the losses of their optimizer's turn do not depend on."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    """Find parameters that the losses of their optimizer's turn do not depend on.
+
+    A lambda that a model keeps calls the original: what that reaches is reached.
+    """
+    names = {id(p): name for name, p in run.state.bare.named_parameters()}
     for updaters, losses in turns:
         reached = _reached(losses)
         if reached is None:
             continue
         for updater in updaters:
             own = [id(p) for p in updater.parameters if p.requires_grad]
-            missed = [names[each] for each in own if each not in reached]
+            missed = [names[each] for each in own if not {each, run.originals[each]} & reached]
             if missed:
                 nothing = len(missed) == len(own)
                 yield Finding(
