@@ -119,11 +119,13 @@ def divide(
     problems, left = [], []
     for name, block in blocks.items():
         given = block.get("params")
-        globs[name] = [given] if isinstance(given, str) else given or []
-        if not globs[name] or not all(isinstance(glob, str) for glob in globs[name]):
-            message = "needs params, a glob of the names of its parameters, or a list"
-            advice = f'for example params: "{name}.*"'
-            problems.append(loaded.problem(child("optimizer", name), message, advice))
+        listed = [given] if isinstance(given, str) else given
+        if isinstance(listed, list | tuple) and listed and all(isinstance(g, str) for g in listed):
+            globs[name] = list(listed)
+            continue
+        message = "needs params, a glob of the names of its parameters, or a list"
+        advice = f'for example params: "{name}.*"'
+        problems.append(loaded.problem(child("optimizer", name), message, advice))
     if problems:
         raise RecipeError(problems)
     for entry in owned:

@@ -646,6 +646,9 @@ def changed(old: str, new: str) -> None:
         ('"generator.*"', '"generater.*"', r"optimizer: 6 trainable parameters are in no optimi"),
         ('["critic.*"]', '["generator.3.*"]', r"every parameter it matches is taken by an earlier"),
         ('["critic.*"]', "[]", "optimizer.critic: needs params"),
+        ('["critic.*"]', "3", "optimizer.critic: needs params"),
+        ('["critic.*"]', "{critic: all}", "optimizer.critic: needs params"),
+        ('["critic.*"]', '["critic.*", 3]', "optimizer.critic: needs params"),
         (
             "scheduler:\n  generator",
             "scheduler:\n  genrator",
