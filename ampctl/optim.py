@@ -147,6 +147,13 @@ def divide(
         for name in blocks
         if not places[name]
     ]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for name in filter(places.get, blocks):
+        for glob in globs[name]:
+            if not any(fnmatchcase(each, glob) for each in names):
+                message, advice = _why_empty(glob, every, owned, model)
+                at = child(child("optimizer", name), "params")
+                problems.append(loaded.problem(at, f"{glob!r}: {message}", advice))
     if problems:
         raise RecipeError(problems)
     return places
@@ -252,8 +259,12 @@ def _why_empty(
             f"every parameter it matches is taken by an earlier glob ({first!r})",
             "put the narrower glob first",
         )
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    if any(fnmatchcase(name, glob) for name in names):
+    named = dict(model.named_parameters(remove_duplicate=False))
+    names = list(named)
+    matched = [parameter for name, parameter in named.items() if fnmatchcase(name, glob)]
+    if any(parameter.requires_grad for parameter in matched):
+        return "what it matches is trained by another optimizer", "move it to that one's groups"
+    if matched:
         return "it matches frozen parameters only", "leave it out, or unfreeze them"
     plain = glob.replace("*", "").replace("?", "").strip(".")
     near = difflib.get_close_matches(plain, names, n=FEW, cutoff=0.4) or names[:FEW]

@@ -646,6 +646,12 @@ def changed(old: str, new: str) -> None:
         ('"generator.*"', '"generater.*"', r"optimizer: 6 trainable parameters are in no optimi"),
         ('["critic.*"]', '["generator.3.*"]', r"every parameter it matches is taken by an earlier"),
         ('["critic.*"]', "[]", "optimizer.critic: needs params"),
+        ('["critic.*"]', '["critic.*", "critik.2.*"]', r"'critik.2.*': no parameter of Pair"),
+        (
+            'params: ["critic.*"]',
+            'params: ["critic.*"], groups: {"generator.0.*": {lr: 1e-4}}',
+            r"critic.groups\[generator.0.\*\]: what it matches is trained by another optimizer",
+        ),
         ('["critic.*"]', "3", "optimizer.critic: needs params"),
         ('["critic.*"]', "{critic: all}", "optimizer.critic: needs params"),
         ('["critic.*"]', '["critic.*", 3]', "optimizer.critic: needs params"),
