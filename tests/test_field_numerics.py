@@ -6,6 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctl import rng
+from ampctl.amp.modules import set_module_dtypes
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import Diagnosis, examine
 from ampctl.doctor.trace import Trace
@@ -110,6 +112,45 @@ def test_nu1_the_layer_whose_output_overflows_is_named_not_the_loss() -> None:
     assert found.override == "amp.dtype=bfloat16"
     assert 'amp.modules: {"wide": float32} (tried on this batch: finite)' in found.advice
     assert any("nan in float16" in fact and "finite" in fact for fact in found.facts)
+
+
+class Group(nn.Module):
+    """Two parts that are added, each with parts of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Wide(), Wide()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.two(x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        (["one"], 'amp.modules: {"one.wide": float32} (tried'),
+        (["one.wide"], 'amp.modules: {"one.wide": float32} (tried'),
+        (["one", "two"], "leave one, two out of amp.modules"),
+    ],
+)
+def test_nu1_a_module_that_the_recipe_runs_in_float16_is_run_in_float32_too(
+    dtype: str, names: list[str], advice: str
+) -> None:
+    model = Group()
+    dtypes = set_module_dtypes(model, dict.fromkeys(names, "float16"), device_type="cpu")
+    state = replace(state_of(model, dtype), module_dtypes=dtypes)
+    state.scaler.enabled = True
+    if dtype == "float16" and len(names) == 1:
+        model.two.wide.weight.data.div_(100)
+    (report,) = run(state, [[(X.abs(), Y)]])
+    assert report.skipped
+    for _ in range(2):  # and everything is as it was
+        found = examine(state, [(X.abs(), Y)])
+        assert found.module == "one.wide"
+        assert "in float32 the step is finite" in found.cause
+        assert "with amp.modules, " in found.facts[0]
+        assert advice in found.advice
 
 
 def test_nu1_the_layer_alone_in_float32_is_not_advised_where_that_does_not_help() -> None:

@@ -16,7 +16,9 @@ from torch import Tensor
 from ampctl.doctor import reasons
 from ampctl.doctor.replay import (
     Replay,
+    half_modules,
     in_dtype,
+    in_float32,
     module_in_float32,
     replay,
     tried,
@@ -75,11 +77,13 @@ def examine(state: TrainState, window: Sequence[Any], *, step: int | None = None
 def _examined(state: TrainState, window: Sequence[Any], bad: Diagnosis | None) -> Diagnosis:
     with unchanged(state):
         low = replay(state, window)
-        is_full = state.precision.name == "float32"
-        full = low if is_full else tried(in_dtype(state, "float32"), window)
+        apart = half_modules(state)
+        is_full = state.precision.name == "float32" and not apart
+        full = low if is_full else in_float32(state, window)
         verdict = bad or _verdict(state, window, low, full)
     facts = (
-        f"loss {low.loss:.4g} in {state.precision.name}, {_in_float32(full)}",
+        f"loss {low.loss:.4g} in {state.precision.name}{' with amp.modules' if apart else ''}, "
+        + _in_float32(full),
         f"non-finite gradients: {first_of(low.bad_gradients) or 'none'}",
         *_largest_words("weight", _largest_weight(state)),
         *_largest_words("input", _largest_input(window)),
@@ -201,6 +205,9 @@ def _what_helps(
             other = tried(state, window)
         if isinstance(other, Replay) and other.is_finite:
             found.append((f'amp.modules: {{"{module}": float32}}', ""))
+    if not found and half_modules(state):
+        other_dtype = "" if state.precision.name == "float32" else "set amp.dtype=float32 and "
+        return f"{other_dtype}leave {first_of(half_modules(state))} out of amp.modules", None
     if not found:
         return "set amp.dtype=float32", "amp.dtype=float32"
     choice = " or ".join(words for words, _ in found)

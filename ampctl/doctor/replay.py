@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,10 +115,30 @@ def without_scale(state: TrainState) -> TrainState:
     return replace(state, scaler=scaler)
 
 
+def half_modules(state: TrainState) -> list[str]:
+    """Return the names of the modules that ``amp.modules`` runs in half precision."""
+    return [name for name, dtype in state.module_dtypes.items() if dtype != "float32"]
+
+
+def in_float32(state: TrainState, window: Sequence[Any]) -> Replay | RuntimeError:
+    """Replay in float32 throughout, what ``amp.modules`` has in half precision too."""
+    with ExitStack() as around:
+        for name in half_modules(state):
+            around.enter_context(module_in_float32(state, name))
+        return tried(in_dtype(state, "float32"), window)
+
+
 @contextmanager
 def module_in_float32(state: TrainState, name: str) -> Iterator[None]:
     """Let one module run in float32 inside, as ``amp.modules`` would."""
-    module = state.bare.get_submodule(name)
+    module: Any = state.bare.get_submodule(name)
+    if hasattr(module, "_ampctl_dtype"):
+        module._ampctl_dtype = torch.float32  # over its class's
+        try:
+            yield
+        finally:
+            del module._ampctl_dtype
+        return
     kind = module.__class__
     set_module_dtypes(state.bare, {name: "float32"}, device_type=state.device.type)
     try:
