@@ -25,6 +25,7 @@ from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import Diagnosis, examine
 from ampctl.doctor.trace import Trace
 from ampctl.errors import NumericsError, UsageError
+from ampctl.plain import nonfinite
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
 from ampctl.state import TrainState
@@ -371,6 +372,40 @@ def test_the_operation_its_module_and_its_line_are_named(fault: str) -> None:
         assert "the backward pass of" in found.cause
     if fault == "hidden by where":
         assert "the gradient does" in found.cause
+
+
+class Masked(Wide):
+    """Adds a parameter to its logits."""
+
+    def __init__(self, *mask: float, trained: bool = False) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.tensor(mask), requires_grad=trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float() + self.mask
+
+
+def examined(model: nn.Module) -> Diagnosis:
+    state = replace(
+        state_of(model, "float16"), nonfinite_by_design=frozenset(nonfinite(model.state_dict()))
+    )
+    (report,) = run(state, [[(X.abs(), torch.zeros_like(Y))]])
+    assert report.skipped
+    return examine(state, [(X.abs(), torch.zeros_like(Y))])
+
+
+def test_a_frozen_mask_is_no_weight_that_was_lost() -> None:
+    found = examined(Masked(0.0, 0.0, 0.0, -INF))
+    assert (found.module, found.override) == ("wide", "amp.dtype=bfloat16")
+    assert any(fact.startswith("largest weight: 40 in") for fact in found.facts)
+
+
+def test_weights_that_the_model_brings_not_finite_are_told_so() -> None:
+    for model in (Masked(0.0, 0.0, math.nan, 0.0), Masked(0.0, 0.0, 0.0, INF, trained=True)):
+        found = examined(model)
+        assert "weights are not finite from the start: mask" in found.cause
+        assert "how it makes them" in found.advice
+        assert (found.tensor, found.override) == ("mask", None)
 
 
 def test_a_buffer_that_holds_nan_is_named() -> None:

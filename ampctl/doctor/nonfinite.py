@@ -220,11 +220,21 @@ def _scales(state: TrainState) -> bool:
 
 
 def _bad_weights(state: TrainState) -> Diagnosis | None:
-    weights = [
-        name for name, p in state.bare.named_parameters() if not bool(torch.isfinite(p).all())
-    ]
+    given = state.nonfinite_by_design
+    bad = {n: p for n, p in state.bare.named_parameters() if not bool(torch.isfinite(p).all())}
+    # A frozen infinity that was there from the start is a mask.
+    weights = [n for n, p in bad.items() if p.requires_grad or n not in given or p.isnan().any()]
     if not weights:
         return None
+    from_start = [name for name in weights if name in given]
+    if from_start:
+        return Diagnosis(
+            f"weights are not finite from the start: {first_of(from_start)}",
+            "the model brings them so: look at how it makes them (torch.empty holds anything), or "
+            "at the file that it loads",
+            module=_owner(from_start[0]),
+            tensor=from_start[0],
+        )
     return Diagnosis(
         f"weights are not finite: {first_of(weights)}",
         f"the weights were lost before this step: lower {_rate(state, weights[0])} or set "
@@ -278,7 +288,7 @@ def _grown(state: TrainState) -> str | None:
 
 
 def _largest_weight(state: TrainState) -> tuple[str, float]:
-    return _largest(state.bare.named_parameters())
+    return _largest((n, p) for n, p in state.bare.named_parameters() if p.requires_grad)
 
 
 def _largest_input(window: Sequence[Any]) -> tuple[str, float]:
