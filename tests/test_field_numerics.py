@@ -588,6 +588,26 @@ def test_examining_leaves_everything_as_it_was(dtype: str, last: int) -> None:
     assert float(state.scaler.current_scale) == (4.0 if dtype == "float16" else 1.0)
 
 
+class InPlace(Task):
+    """Scales its inputs in place, which only a tensor without a gradient lets it do."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].mul_(1e9).requires_grad_()
+        return F.mse_loss(model(x).float(), torch.zeros(6, 4))
+
+
+def test_a_batch_that_is_written_into_is_the_same_in_each_replay() -> None:
+    state = state_of(nn.Linear(8, 4), "float32", InPlace())
+    x = X.clone()
+    (report,) = run(state, [[(x, Y)]])
+    assert not report.skipped
+    once = x.detach().clone()
+    found = examine(state, [(x, Y)])
+    assert torch.equal(x, once)
+    assert "run again, the step is finite" in found.cause
+    assert examine(state, [(x, Y)]) == found
+
+
 def test_a_module_that_was_tried_in_float32_is_itself_again() -> None:
     model = Wide()
     diagnose(model, batch=(torch.ones(6, 8), Y))

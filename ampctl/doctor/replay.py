@@ -18,6 +18,7 @@ from ampctl import rng
 from ampctl.amp import gradients
 from ampctl.amp.modules import set_module_dtypes
 from ampctl.amp.scaler import LossScaler
+from ampctl.doctor.trace import tensors
 from ampctl.doctor.watch import Event, Watch
 from ampctl.losses import forward_backward
 from ampctl.state import TrainState
@@ -59,6 +60,7 @@ def replay(state: TrainState, window: Sequence[Any]) -> Replay:
             # On a GPU autograd would work in a thread of its own, which numbers its nodes anew: an
             # operation could be taken for another one's (see ``Places``).
             torch.autograd.set_multithreading_enabled(False),
+            _batch_kept(window),
             watch.trace,
         ):
             loss = forward_backward(plain, window)
@@ -74,6 +76,20 @@ def replay(state: TrainState, window: Sequence[Any]) -> Replay:
     first = min(reached, key=lambda event: event.index, default=None)
     then = watch.then.get(first) if first is not None else None
     return Replay(float(loss), tuple(bad), first, then, _hidden(watch, reached))
+
+
+@contextmanager
+def _batch_kept(window: Sequence[Any]) -> Iterator[None]:
+    """Put back what a task or a model writes into a batch, so that each replay starts from it."""
+    kept = [(tensor, tensor.detach().clone()) for tensor in tensors(window)]
+    for tensor, _ in kept:
+        if tensor.is_leaf:
+            tensor.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for tensor, values in kept:
+            tensor.data.copy_(values)
 
 
 def tried(state: TrainState, window: Sequence[Any]) -> Replay | RuntimeError:
