@@ -13,14 +13,17 @@ from torch import Tensor, nn
 class WeightAverage:
     """Keep ``average = decay * average + (1 - decay) * weights`` over applied updates.
 
-    Floating parameters are averaged in their own dtype; buffers are not: an evaluation uses the
-    model's own. Source: Polyak and Juditsky 1992; https://arxiv.org/abs/1803.05407 for networks.
+    Floating and complex parameters are averaged in their own dtype; buffers are not: an evaluation
+    uses the model's own. Source: Polyak and Juditsky 1992; https://arxiv.org/abs/1803.05407 for
+    networks.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self._model = model
-        self._weights: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
+        self._weights: list[Tensor] = [
+            p for p in model.parameters() if p.is_floating_point() or p.is_complex()
+        ]
         self._average = [weight.detach().clone() for weight in self._weights]
         self._place = {id(weight): place for place, weight in enumerate(self._weights)}
 
@@ -38,6 +41,7 @@ class WeightAverage:
             averages = [averages[place] for place in places]
         if not weights:
             return
+        weights, averages = [_real(w) for w in weights], [_real(average) for average in averages]
         share = (1.0 - self.decay) * (1.0 - found_inf)
         shares = {dtype: share.to(dtype) for dtype in {w.dtype for w in weights}}
         per_weight: Any = [shares[weight.dtype] for weight in weights]  # the stub has numbers only
@@ -71,3 +75,8 @@ class WeightAverage:
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if id(parameter) in self._place:
                 self._average[self._place[id(parameter)]].copy_(state[name])
+
+
+def _real(value: Tensor) -> Tensor:
+    """Return a complex tensor as its real and imaginary parts, and any other as it is."""
+    return torch.view_as_real(value) if value.is_complex() else value

@@ -183,3 +183,54 @@ def test_sa4_a_tail_window_is_the_mean_of_what_it_holds() -> None:
     for net, window in ((model, parts), (whole, [(x, y)])):
         run(make_state(net, torch.optim.SGD(net.parameters(), lr=1.0), "float32"), [window])
     torch.testing.assert_close(model.weight, whole.weight, rtol=1e-6, atol=1e-7)
+
+
+class Spectral(nn.Module):
+    """A layer with complex weights; torch leaves the gradient of a conjugated one conjugated."""
+
+    def __init__(self, conjugates: bool) -> None:
+        super().__init__()
+        self.conjugates = conjugates
+        self.first, self.head = nn.Linear(8, 6), nn.Linear(6, 4)
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.shift = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = self.shift.conj() if self.conjugates else self.shift
+        spectrum = torch.fft.rfft(self.first(x).float()) * self.filter + shift
+        return self.head(torch.fft.irfft(spectrum, n=6))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_complex_parameters_train_as_by_hand(dtype: str, clip_norm: float | None) -> None:
+    torch.manual_seed(0)
+    by_torch = dtype != "float16"  # whose scaler knows no complex gradients, nor conjugated ones
+    mine, windows = Spectral(not by_torch), [[batch] for batch in batches(4)]
+    theirs, before = copy.deepcopy(mine), copy.deepcopy(mine.state_dict())
+    amp = AmpConfig(init_scale=256.0, clip_norm=clip_norm)
+    optimizer = torch.optim.Adam(mine.parameters(), lr=1e-2)
+    state = make_state(mine, optimizer, dtype, amp=amp, ema_decay=0.5)
+    (report,) = run(state, [[spoil(batches(1)[0])]])
+    assert report.skipped
+    for name, tensor in mine.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    reports = run(state, windows)
+    assert not any(report.skipped for report in reports)
+    assert state.ema is not None
+    average = state.ema.state_dict()["filter"]
+    assert not torch.equal(average, mine.filter)
+    assert not torch.equal(average, before["filter"])
+    if not by_torch:
+        return
+    train(
+        theirs,
+        windows,
+        F.cross_entropy,
+        torch.optim.Adam(theirs.parameters(), lr=1e-2),
+        dtype=getattr(torch, dtype),
+        clip_norm=clip_norm,
+    )
+    for name, tensor in theirs.state_dict().items():
+        close = torch.equal if clip_norm is None else torch.allclose
+        assert close(mine.state_dict()[name], tensor), name

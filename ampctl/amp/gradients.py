@@ -14,7 +14,8 @@ _QUEUED_ELEMENTS = 2**24  # on an accelerator: few kernels, whose temporary memo
 def gather(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
     """Collect the gradients that exist, in one list for each device and dtype.
 
-    A sparse gradient is coalesced (in place on the parameter) and stands with its values.
+    A sparse gradient is coalesced (in place on the parameter) and stands with its values, a complex
+    one with its real and imaginary parts.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
@@ -25,6 +26,10 @@ def gather(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
             # Uncoalesced entries of one row would be measured and clipped one by one.
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
+        elif gradient.is_conj():
+            parameter.grad = gradient = gradient.resolve_conj()
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
         if gradient.numel():  # some kernels refuse a tensor without elements
             groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     return list(groups.values())
