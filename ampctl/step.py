@@ -71,6 +71,8 @@ def train_step(
         for name in found:
             state.rewinds[name].restore(overflow)
         _leave_no_trace(state, [each for each in state.updaters if each.name in found], found)
+    elif state.takes_turns:
+        state.buffers.restore(overflow)  # from what the task ran after its last turn
     state.scaler.update(overflow)
 
     state.progress.step += 1

@@ -716,3 +716,26 @@ class Plain:
 
     def loss(self, model: Any, batch: Any) -> Tensor:
         return model.critic(batch[0]).float().mean()
+
+
+class Afterwards(Apart):
+    """Runs a forward pass after its last turn, of which nothing comes."""
+
+    def losses(self, model: Any, batch: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield from super().losses(model, batch)
+        model.a(batch[:, :3])
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_forward_pass_after_the_last_turn_leaves_no_trace_of_a_skipped_step(
+    dtype: str, together: bool
+) -> None:
+    state = make_state(
+        Norms(), ("a", "b"), Afterwards(), dtype, init_scale=256.0, all_or_nothing=together
+    )
+    run(state, [[halves()]])
+    statistics = copy.deepcopy(state.bare.a[1].state_dict())
+    assert statistics["num_batches_tracked"] == 2
+    run(state, [[halves("a")]])
+    assert_same(state.bare.a[1].state_dict(), statistics)
