@@ -162,6 +162,7 @@ def test_a_loss_from_before_an_earlier_step_is_told(fault: str) -> None:
     assert isinstance(told, UsageError)
     assert "a loss that is yielded after an earlier optimizer stepped" in str(told)
     assert "detach" in str(told)
+    assert ("A task that calls backward() itself must not" in str(told)) == (fault == "graph")
 
 
 def test_errors_that_only_look_like_the_known_ones_are_left_alone() -> None:

@@ -105,7 +105,8 @@ def _old_graph(said: str) -> str | None:
     if not again and "modified by an inplace operation" not in said:
         return None
     other = (
-        "a tensor that is kept from one step to the next (a hidden state) needs .detach() as well."
+        "a tensor that is kept from one step to the next (a hidden state) needs .detach() as well. "
+        "A task that calls backward() itself must not: ampctl does."
         if again
         else "With one optimizer, an operation in place (x += y, relu_) has overwritten what the "
         "backward pass needs: write x = x + y."
