@@ -30,7 +30,7 @@ from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET, AmpConfig, Recipe
 from ampctl.recipe.target import build
 from ampctl.state import TrainState
-from ampctl.tasks import Task, as_task, asks_for, has_own
+from ampctl.tasks import Task, as_task, asks_for, has_own, why_not_called
 from ampctl.updater import Updater, build_updaters
 
 
@@ -155,6 +155,12 @@ def _refuse_misfits(loaded: LoadedRecipe, task: Task, updaters: Sequence[Updater
         if recipe.data.eval is not None and not has_own(task, "loss"):
             message = f"{task.name} has losses, and no method loss, which an evaluation needs"
             problems.append(loaded.problem("data.eval", message, "write one, or leave this out"))
+    for name in ("loss", "losses"):
+        why = why_not_called(getattr(task, name))
+        if why:
+            message = f"{task.name}.{name} cannot be called with a model and a batch: {why}"
+            advice = "beside these two it may have grad and step, and others with defaults"
+            problems.append(loaded.problem("task", message, advice))
     penalized = any("grad" in asks_for(getattr(task, name)) for name in ("loss", "losses"))
     if penalized and recipe.train.compile is not False:
         message = f"{task.name} differentiates a gradient, which a compiled model cannot"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from inspect import Signature
 from typing import Any
 
 import torch
@@ -227,6 +228,18 @@ def asks_for(method: Callable[..., Any]) -> frozenset[str]:
     The first two arguments are the model and the batch, whatever they are called.
     """
     return frozenset(list(parameters_of(method))[2:]) & EXTRAS
+
+
+def why_not_called(method: Callable[..., Any]) -> str:
+    """Say why a task's method cannot be called with a model and a batch; "" if it can."""
+    parameters = parameters_of(method)
+    if not parameters:  # it does not tell them
+        return ""
+    try:
+        Signature(list(parameters.values())).bind(None, None, **dict.fromkeys(asks_for(method)))
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 class _Adapted(Task):

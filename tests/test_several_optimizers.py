@@ -633,6 +633,11 @@ class Judged:
         return model.critic(batch[0]).float().mean()
 
 
+class Wants(Judged):
+    def losses(self, model: Any, batch: Any, step: int, epoch: int) -> Iterator[Any]:
+        yield from super().losses(model, batch)
+
+
 def changed(old: str, new: str) -> None:
     text = Path("gan.yaml").read_text()
     assert old in text
@@ -667,6 +672,11 @@ def changed(old: str, new: str) -> None:
         ),
         ("torch.optim.SGD, lr", "torch.optim.SGD, lrr", "optimizer.critic.lrr: .* did you mean lr"),
         ("gan_parts.Gan, every: 2", "gan_parts.Nothing", "no attribute 'Nothing'"),
+        (
+            "gan_parts.Gan, every: 2",
+            "test_several_optimizers.Wants",
+            "yaml:4: task: Wants.losses cannot be called .* missing a required argument: 'epoch'",
+        ),
     ],
 )
 def test_a_mistake_in_one_of_several_blocks_is_placed(

@@ -18,6 +18,7 @@ from ampctl.tasks import (
     Task,
     Transformers,
     as_task,
+    why_not_called,
 )
 
 
@@ -283,3 +284,18 @@ def test_an_object_without_loss_is_no_task():
         as_task(SimpleNamespace(metrics=len))
     with pytest.raises(UsageError, match=r"SimpleNamespace\.metrics is not a method"):
         as_task(SimpleNamespace(loss=len, metrics={}))
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda model: 0, "too many positional arguments"),
+        (lambda model, batch, epoch: 0, "missing a required argument: 'epoch'"),
+        (lambda model, batch, *, step, rate: 0, "missing a required argument: 'rate'"),
+        (lambda model, batch, step, rate=1, **options: 0, ""),
+        (lambda *anything: 0, ""),
+        (max, ""),
+    ],
+)
+def test_a_method_that_cannot_be_called_as_a_task_s_is_told(loss, why):
+    assert why_not_called(loss) == why
