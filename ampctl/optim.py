@@ -192,13 +192,13 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def make_skippable(optimizer: torch.optim.Optimizer) -> None:
+def make_skippable(optimizer: torch.optim.Optimizer, at: str = "optimizer") -> None:
     """Let a fused SGD with momentum survive that its very first step is skipped.
 
     torch makes its momentum buffers without a value at the first step and leaves it to the kernel
     to fill them; a kernel that is told to skip does not, and the next step takes what the memory
     held. Zeros in their place give the same first step. Raises UsageError for ``dampening``, with
-    which they would not.
+    which they would not; ``at`` is the optimizer's key in the recipe.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return
@@ -207,8 +207,8 @@ def make_skippable(optimizer: torch.optim.Optimizer) -> None:
             continue
         if group["dampening"]:
             raise UsageError(
-                "optimizer: a fused SGD with dampening takes its momentum from uninitialised "
-                "memory if its first step is skipped. Set optimizer.fused=false."
+                f"{at}: a fused SGD with dampening takes its momentum from uninitialised "
+                f"memory if its first step is skipped. Set {at}.fused=false."
             )
         for parameter in group["params"]:
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

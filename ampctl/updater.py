@@ -98,8 +98,9 @@ def _updater(
     device: torch.device,
     total_steps: int | None,
 ) -> Updater:
-    optimizer = _build_optimizer(loaded, block_key("optimizer", name), block, model, part, device)
-    optim.make_skippable(optimizer)
+    at = block_key("optimizer", name)
+    optimizer = _build_optimizer(loaded, at, block, model, part, device)
+    optim.make_skippable(optimizer, at)
     schedules = by_name(loaded.recipe.scheduler)
     chosen = name if name in schedules else ""
     at = block_key("scheduler", chosen)

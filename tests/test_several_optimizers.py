@@ -688,6 +688,12 @@ def test_a_mistake_in_one_of_several_blocks_is_placed(
     assert re.search(words, str(caught.value).replace("\n   ", "")), caught.value
 
 
+def test_an_option_that_one_of_several_cannot_have_is_told_with_its_key(recipe: Path) -> None:
+    changed("momentum: 0.9", "momentum: 0.9, fused: true, dampening: 0.1")
+    with pytest.raises(UsageError, match=r"^optimizer\.critic: .* Set optimizer\.critic\.fused=f"):
+        check_recipe(load_recipe("gan.yaml"))
+
+
 def test_turns_need_names(recipe: Path) -> None:
     text = Path("gan.yaml").read_text()
     start, end = text.index("optimizer:"), text.index("amp:")
