@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctl.amp.scaler import LossScaler
-from ampctl.errors import RecipeError
+from ampctl.errors import NumericsError, RecipeError
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
 from ampctl.tasks import as_task
@@ -147,3 +148,25 @@ def test_a_critic_with_a_gradient_penalty_resumes_exactly(recipe: None) -> None:
 def test_a_penalty_in_a_compiled_model_is_refused(recipe: None) -> None:
     with pytest.raises(RecipeError, match=r"train\.compile: Gan differentiates a gradient"):
         check_recipe(load_recipe("gan.yaml", ["train.compile=true"]))
+
+
+class Steep:
+    """A penalty on a slope so large that a scale of 65536 overflows it in float16."""
+
+    def losses(self, model: Any, batch: Any, grad: Any) -> Iterator[tuple[str, Tensor]]:
+        real, noise = batch[0].requires_grad_(), batch[1]
+        yield "critic", grad(model.critic(real) * 100, real).square().mean()
+        yield "generator", model.generator(noise).float().square().mean()
+
+
+def test_a_scale_that_is_too_large_for_a_penalty_at_first_is_no_fault(recipe: None) -> None:
+    steep = ["task=null", "task._target_=test_gradient_penalty.Steep", "data.eval=null"]
+    steep += ["data.train.bad=[]", "amp.dtype=float16", "amp.init_scale=65536"]
+    good = [*steep, "data.train.bad_real=[]"]
+    said = check_recipe(load_recipe("gan.yaml", good))
+    assert said["first step"].endswith("nan, skipped: non-finite gradient, scale 65536 -> 32768")
+    assert said["verdict"] == "ready to train"
+    bad = f"data.train.bad_real={list(range(24))}"
+    for faulty in ([*good, "amp.static=true"], [*good, "amp.min_scale=65536"], [*steep, bad]):
+        with pytest.raises(NumericsError, match="the loss of the first step is nan"):
+            check_recipe(load_recipe("gan.yaml", faulty))

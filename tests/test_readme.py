@@ -193,6 +193,8 @@ def test_every_command_shown_with_output_gives_that_output(
     assert abs(below[-1] - 0.9) < 0.03
     events = read_metrics("runs/ring/metrics.jsonl")
     assert [event["eval/loss"] for event in events if event["event"] == "eval"][-1] < 0.1
+    for recipe in ("quantile.yaml", "ring.yaml"):
+        assert "ready to train" in shell(f"ampctl check {recipe}", environment)
 
 
 def test_every_other_command_is_one_that_a_test_knows(

@@ -16,6 +16,7 @@ from ampctl.doctor.finding import Target
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import examine
 from ampctl.doctor.precision_preflight import preflight
+from ampctl.doctor.replay import Replay, tried, without_scale
 from ampctl.errors import MachineError, NumericsError, RecipeError, UsageError
 from ampctl.preflight import unknown_metric
 from ampctl.recipe.load import LoadedRecipe
@@ -62,8 +63,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
         "parameters": sum(p.numel() for p in state.bare.parameters()),
         "steps": job.total_steps,
         "optimizer": ", ".join(_optimizer_words(updater) for updater in state.updaters),
-        "first step": f"{samples} samples, loss {report.loss:.4g}, "
-        + ("skipped: non-finite gradient" if report.skipped else f"grad {report.grad_norm:.4g}"),
+        "first step": f"{samples} samples, loss {report.loss:.4g}, {_gradient_words(report)}",
         "findings": [asdict(finding) for finding in findings],
         "verdict": "ready to train",
     }
@@ -106,9 +106,20 @@ def _first_step(job: Job, window: list[Any]) -> StepReport:
             raise
         raise told from error
     assert report is not None, "a step was just taken"
-    if not math.isfinite(report.loss):
+    if not math.isfinite(report.loss) and not _scale_alone_is_at_fault(job.state, window):
         raise NumericsError(_not_finite(job, window, report.loss))
     return report
+
+
+def _scale_alone_is_at_fault(state: TrainState, window: list[Any]) -> bool:
+    """Tell whether a loss that holds a gradient is finite once the scale has backed off."""
+    method = "losses" if state.takes_turns else "loss"
+    fixed = state.amp.static or state.amp.min_scale > 1
+    if "grad" not in state.extras(method) or not state.scaler.enabled or fixed:
+        return False
+    first = replace(without_scale(state), progress=replace(state.progress, step=0))
+    found = tried(first, window)
+    return isinstance(found, Replay) and found.is_finite
 
 
 def _first_evaluation(job: Job, data: EvalData) -> dict[str, float]:
@@ -142,6 +153,14 @@ def _check_monitors(job: Job, metrics: dict[str, float]) -> None:
     ]
     if problems:
         raise RecipeError(problems)
+
+
+def _gradient_words(report: StepReport) -> str:
+    if not report.skipped:
+        return f"grad {report.grad_norm:.4g}"
+    scales = f"{report.scale_before:g} -> {report.scale_after:g}"
+    falls = report.scale_after < report.scale_before
+    return f"skipped: non-finite gradient{f', scale {scales}' if falls else ''}"
 
 
 def _optimizer_words(updater: Updater) -> str:
