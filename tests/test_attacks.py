@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from states import make_state, run
 from torch import Tensor, nn
 
 from ampctl.checkpoint.store import load
-from ampctl.errors import CheckpointError, MachineError, RecipeError, UsageError
+from ampctl.errors import AmpctlError, CheckpointError, MachineError, RecipeError, UsageError
 from ampctl.recipe.load import load_recipe
 from ampctl.train import worker
 
@@ -165,6 +166,18 @@ def test_going_back_takes_later_checkpoints_out_of_the_run(
     Path("a/checkpoints/step-00000004.pt").write_bytes(b"damaged")
     found = load(Path("a"), notify=lambda line: None)
     assert found.path.name == "step-00000003.pt"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["amp.modules={nope: float32}", "train.max_steps=2", "model={_target_: torch.nn.Tanh}"],
+)
+def test_a_resume_that_does_not_go_on_leaves_later_checkpoints_in_the_run(override: str) -> None:
+    train("train.max_epochs=2")
+    before = {path: path.read_bytes() for path in Path("a/checkpoints").iterdir()}
+    with suppress(AmpctlError):  # or the run is complete there
+        resume("a/checkpoints/step-00000003.pt", override, run_dir=None)
+    assert {path: path.read_bytes() for path in Path("a/checkpoints").iterdir()} == before
 
 
 def test_what_changed_since_the_checkpoint_is_told(capsys: pytest.CaptureFixture[str]) -> None:

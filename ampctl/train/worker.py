@@ -14,6 +14,7 @@ import torch
 from ampctl import environment
 from ampctl.build import Job, build_job
 from ampctl.checkpoint import lock
+from ampctl.checkpoint.index import Entry
 from ampctl.checkpoint.store import NoCheckpointError, Store, abandon_after, load
 from ampctl.distributed.env import StopSignals
 from ampctl.doctor.precision_preflight import preflight
@@ -45,11 +46,15 @@ _REASONS: dict[type[BaseException], str] = {
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run goes on from, and the recipe text that was saved in it."""
+    """The checkpoint that a run goes on from, and the recipe text that was saved in it.
+
+    ``entry`` is its place in the run's own index, where the run may have to go back to it.
+    """
 
     path: Path
     payload: dict[str, Any]
     saved_recipe: LoadedRecipe
+    entry: Entry | None = None
 
 
 def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bool) -> None:
@@ -102,14 +107,9 @@ def resume(
         if run_dir is not None or not folder.holds_run(source):
             held.enter_context(lock.hold(where))
         trust.record(loaded)
-        if where == found.run_dir and found.entry is not None:
-            abandoned = abandon_after(where, found.entry)
-            if abandoned:
-                notes.append(
-                    f"going back to step {found.entry.step}: what was saved after it is kept as "
-                    f"{', '.join(abandoned)}, and is no longer of this run"
-                )
-        origin = Origin(found.path, found.payload, saved)
+        origin = Origin(
+            found.path, found.payload, saved, found.entry if where == found.run_dir else None
+        )
         _run(loaded, where, origin, notes, signals, quiet=quiet)
 
 
@@ -152,6 +152,8 @@ def _run(
             console.warn(note)
         job = _prepare(loaded, run_dir, origin, console)
         if job is not None:
+            if origin is not None and origin.entry is not None:
+                _go_back(run_dir, origin.entry, console)
             facts = environment.collect(str(job.state.device))
             folder.write_facts(run_dir, loaded.text, facts)
             signals.training = True
@@ -159,6 +161,16 @@ def _run(
                 _fit(job, run_dir, origin, console, signals, facts)
     finally:
         console.close()
+
+
+def _go_back(run_dir: Path, entry: Entry, console: Console) -> None:
+    """Take what was saved after a checkpoint out of the run, which is built and can go on."""
+    abandoned = abandon_after(run_dir, entry)
+    if abandoned:
+        console.warn(
+            f"going back to step {entry.step}: what was saved after it is kept as "
+            f"{', '.join(abandoned)}, and is no longer of this run"
+        )
 
 
 def _prepare(
