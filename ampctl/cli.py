@@ -117,7 +117,12 @@ def resume(
         Path, typer.Argument(metavar="CHECKPOINT|RUN_DIR", help="A checkpoint, or a run's folder.")
     ],
     overrides: Overrides = None,
-    run_dir: RunDir = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-dir", metavar="DIR", help="A new folder to go on in.", show_default="the run's"
+        ),
+    ] = None,
     quiet: Quiet = False,
     trust: Annotated[
         bool, typer.Option("--trust", help="Build what the recipe in the checkpoint names.")

@@ -95,6 +95,11 @@ def test_help_lists_every_command_and_so_does_no_command_at_all() -> None:
         assert set(COMMANDS) <= set(listed)
 
 
+def test_the_folder_of_a_resumed_run_is_its_own_in_the_help_too() -> None:
+    assert "[default: (the run's)]" in ampctl("resume", "--help").stdout
+    assert "[default: (runs/NAME/TIME)]" in ampctl("train", "--help").stdout
+
+
 @pytest.mark.parametrize("argv", [("--help",), ("--version",), ("train", "--help")])
 def test_help_imports_neither_torch_nor_the_reading_of_recipes(argv: tuple[str, ...]) -> None:
     program = f"""
