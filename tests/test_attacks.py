@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,21 @@ def test_what_changed_since_the_checkpoint_is_told(capsys: pytest.CaptureFixture
     assert (
         "changed since the checkpoint: optimizer.lr 0.01 -> 0.02, train.max_epochs 1 -> 2" in said
     )
+
+
+class InfiniteLoss:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).float(), batch[1]) + math.inf
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_loss_that_alone_is_not_finite_is_told_once_with_what_to_do_in_float16(
+    dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("task={_target_: test_attacks.InfiniteLoss}", f"amp.dtype={dtype}", "train.max_steps=3")
+    said = capsys.readouterr().err
+    assert said.count("the loss is inf and every gradient is finite, so the step was made") == 1
+    assert ("compute the loss from `model(...).float()`" in said) == (dtype == "float16")
 
 
 def test_a_lazy_module_is_refused_by_name() -> None:

@@ -98,10 +98,11 @@ class RunLog:
             )
         elif not math.isfinite(report.loss) and not self._warned_of_loss:
             self._warned_of_loss = True
+            overflow = "; float16 ends at 65504: compute the loss from `model(...).float()`"
             self.console.warn(
                 f"step {report.step}: the loss is {report.loss} and every gradient is finite, so "
-                "the step was made. Part of the loss is not finite and nothing depends on it; "
-                "`ampctl check` looks where it comes from"
+                "the step was made. Part of the loss is not finite, and no gradient depends on it"
+                f"{overflow if self._scaling else ''}"
             )
         mark = self._marks.pop(report.step, None)
         if mark is None:
