@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
@@ -22,6 +23,7 @@ from ampctl.data.loader import EvalData, MapData, TrainData
 from ampctl.data.order import Order
 from ampctl.data.stream import StreamData
 from ampctl.distributed.env import choose_device
+from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import WeightAverage
 from ampctl.errors import RecipeError
 from ampctl.plain import nonfinite
@@ -32,6 +34,8 @@ from ampctl.recipe.target import build
 from ampctl.state import TrainState
 from ampctl.tasks import Task, as_task, asks_for, has_own, why_not_called
 from ampctl.updater import Updater, build_updaters
+
+_RANK_STREAM = 4
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ class Job:
         return self.loaded.recipe
 
 
-def build_job(loaded: LoadedRecipe) -> Job:
-    """Build everything a recipe names, from its seed.
+def build_job(loaded: LoadedRecipe, ranks: Ranks = ALONE) -> Job:
+    """Build everything a recipe names, from its seed; of several processes each its part.
 
     Raises RecipeError for what cannot be built or is not supported, UsageError for parts that do
     not go together, MachineError for a device that is not here.
@@ -59,7 +63,7 @@ def build_job(loaded: LoadedRecipe) -> Job:
     refuse_unsupported(loaded)
     refuse_unknown_targets(loaded)
     recipe = loaded.recipe
-    device = choose_device(recipe.train.device)
+    device = choose_device(recipe.train.device, ranks)
     precision = choose_precision(recipe.amp.dtype, device, cache_enabled=recipe.amp.cache_enabled)
     if device.type in ("cuda", "xpu"):
         # Events, generators and kernels of libraries go to the current device unless told.
@@ -70,14 +74,17 @@ def build_job(loaded: LoadedRecipe) -> Job:
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     rng.seed_everything(recipe.seed)
-    train_data = _build_train_data(loaded, device)
-    eval_data = build_eval_data(loaded, device)
+    train_data = _build_train_data(loaded, device, ranks)
+    eval_data = build_eval_data(loaded, device, ranks)
     if recipe.train.early_stop is not None and eval_data is None:
         raise _error(loaded, "train.early_stop", "there is no data.eval to watch a metric of")
     total_steps = _total_steps(loaded, train_data.steps_per_epoch)
     # The weights depend on the seed alone, not on what building the data drew.
     rng.seed_everything(recipe.seed)
-    state = build_state(loaded, device, precision, total_steps)
+    state = build_state(loaded, device, precision, total_steps, ranks)
+    if not ranks.is_first:
+        # The same weights, but other random numbers: dropout is not to be the same on all ranks.
+        rng.seed_everything(rng.mix(recipe.seed, _RANK_STREAM, ranks.rank))
     return Job(loaded, state, train_data, eval_data, total_steps)
 
 
@@ -99,7 +106,11 @@ def build_model(loaded: LoadedRecipe, device: torch.device) -> nn.Module:
 
 
 def build_state(
-    loaded: LoadedRecipe, device: torch.device, precision: Precision, total_steps: int | None
+    loaded: LoadedRecipe,
+    device: torch.device,
+    precision: Precision,
+    total_steps: int | None,
+    ranks: Ranks = ALONE,
 ) -> TrainState:
     """Build model, task, optimizer, schedule and scaler, in the order in which state is loaded."""
     recipe = loaded.recipe
@@ -116,13 +127,15 @@ def build_state(
     by_design = frozenset(nonfinite(bare.state_dict()))
     task = as_task(_build(loaded, "task", recipe.task))
     _refuse_misfits(loaded, task, updaters)
-    model: Any = bare
+    local: Any = bare
     if recipe.train.compile is not False:
-        model = _compiled(loaded, bare, task)
+        local = _compiled(loaded, bare, task)
     _set_accuracy(recipe.amp)
     return TrainState(
-        model=model,
+        model=_in_ddp(loaded, local, device, task, ranks),
+        local=local,
         bare=bare,
+        ranks=ranks,
         task=task,
         updaters=updaters,
         scaler=LossScaler(recipe.amp, enabled=scaling, device=device),
@@ -189,6 +202,23 @@ def _compiled(loaded: LoadedRecipe, model: nn.Module, task: Task) -> Any:
     return model
 
 
+def _in_ddp(
+    loaded: LoadedRecipe, model: nn.Module, device: torch.device, task: Task, ranks: Ranks
+) -> nn.Module:
+    """Let several ranks average their gradients."""
+    if ranks.size == 1:
+        return model
+    if has_own(task, "losses"):
+        message = f"not supported yet: {task.name}.losses on several ranks"
+        raise _error(loaded, "task", message, "train on one, or let it have one loss")
+    return DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type in ("cuda", "xpu") else None,
+        find_unused_parameters=loaded.recipe.distributed.find_unused_parameters,
+        gradient_as_bucket_view=False,  # gradients are dropped and read as tensors of their own
+    )
+
+
 def _set_accuracy(amp: AmpConfig) -> None:
     """Settle how matrix products are computed, whatever a user's module has set on import."""
     torch.set_float32_matmul_precision(amp.matmul_precision)
@@ -197,11 +227,17 @@ def _set_accuracy(amp: AmpConfig) -> None:
     matmul.allow_bf16_reduced_precision_reduction = amp.reduced_precision_reduction
 
 
-def _build_train_data(loaded: LoadedRecipe, device: torch.device) -> TrainData:
+def micro_batch_size(recipe: Recipe, ranks: Ranks) -> int:
+    """Return the samples of one forward pass on one rank."""
+    given = recipe.data.micro_batch_size
+    return given if isinstance(given, int) else -(-recipe.data.batch_size // ranks.size)
+
+
+def _build_train_data(loaded: LoadedRecipe, device: torch.device, ranks: Ranks) -> TrainData:
     recipe = loaded.recipe
     data = recipe.data
     dataset = _build(loaded, "data.train", data.train)
-    micro = data.micro_batch_size if isinstance(data.micro_batch_size, int) else data.batch_size
+    micro = micro_batch_size(recipe, ranks)
     if isinstance(dataset, IterableDataset):
         return StreamData(
             dataset,
@@ -210,6 +246,7 @@ def _build_train_data(loaded: LoadedRecipe, device: torch.device) -> TrainData:
             seed=recipe.seed,
             drop_last=data.drop_last,
             num_workers=data.num_workers,
+            ranks=ranks,
         )
     order = Order(
         num_samples=_length(loaded, "data.train", dataset),
@@ -218,6 +255,8 @@ def _build_train_data(loaded: LoadedRecipe, device: torch.device) -> TrainData:
         seed=recipe.seed,
         shuffle=data.shuffle,
         drop_last=data.drop_last,
+        rank=ranks.rank,
+        world_size=ranks.size,
     )
     if order.steps_per_epoch == 0:
         raise _error(
@@ -231,23 +270,23 @@ def _build_train_data(loaded: LoadedRecipe, device: torch.device) -> TrainData:
     return MapData(dataset, order, num_workers=data.num_workers, pin_memory=pin)
 
 
-def build_eval_data(loaded: LoadedRecipe, device: torch.device) -> EvalData | None:
+def build_eval_data(
+    loaded: LoadedRecipe, device: torch.device, ranks: Ranks = ALONE
+) -> EvalData | None:
     """Build the evaluation split, if the recipe has one."""
     recipe = loaded.recipe
     if recipe.data.eval is None:
         return None
     dataset = _build(loaded, "data.eval", recipe.data.eval)
     _length(loaded, "data.eval", dataset)
-    micro = recipe.data.micro_batch_size
-    size = recipe.data.eval_batch_size or (
-        micro if isinstance(micro, int) else recipe.data.batch_size
-    )
+    size = recipe.data.eval_batch_size or micro_batch_size(recipe, ranks)
     return EvalData(
         dataset,
         size,
         seed=recipe.seed,
         num_workers=recipe.data.num_workers,
         pin_memory=device.type == "cuda",
+        ranks=ranks,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ampctl import __version__
-from ampctl.errors import AmpctlError, InterruptedRunError, MachineError, UsageError
+from ampctl.errors import AmpctlError, InterruptedRunError, UsageError
 
 app = typer.Typer(
     name="ampctl",
@@ -102,7 +102,6 @@ def train(
     with told():
         from ampctl.recipe.load import load_recipe
 
-        _require_one_process()
         if resume is Resume.auto and run_dir is None:
             raise UsageError("--resume auto looks for the run in --run-dir: give one")
         loaded = load_recipe(recipe, overrides or ())
@@ -130,7 +129,6 @@ def resume(
 ) -> None:
     """Go on with a run from a checkpoint, exactly; nothing else is needed."""
     with told():
-        _require_one_process()
         from ampctl.train import worker
 
         worker.resume(checkpoint, overrides or (), run_dir=run_dir, trusted=trust, quiet=quiet)
@@ -250,8 +248,3 @@ def _echo(text: str) -> None:
     except BrokenPipeError:
         # The reader of a pipe has what it wanted (`ampctl show digits | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _require_one_process() -> None:
-    if (os.environ.get("WORLD_SIZE") or "1") != "1":
-        raise MachineError("not supported yet: more than one process (WORLD_SIZE > 1)")

@@ -7,15 +7,19 @@ take turns: then the pass of one runs after the step of the one before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from ampctl.data.loader import Borrowed
 from ampctl.data.move import to_device
 from ampctl.errors import UsageError
 from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
+from ampctl.tasks import has_own
 from ampctl.updater import Updater
 
 Turn = tuple[Sequence[Updater], Tensor]
@@ -24,22 +28,32 @@ Turn = tuple[Sequence[Updater], Tensor]
 _OVER: Any = object()  # what a generator that has no more turns gives
 
 
-def backward_passes(state: TrainState, window: Sequence[Any]) -> Iterator[Turn]:
+def backward_passes(
+    state: TrainState, window: Sequence[Any], samples: int | None = None
+) -> Iterator[Turn]:
     """Accumulate the scaled gradients of a window, and yield when optimizers can step by them.
+
+    On several ranks each has its part of the window; ``samples`` are those of all of them, and the
+    gradients are averaged so that each sample (or token) weighs the same.
 
     Once for a task with ``loss``: every optimizer steps by it. For a task with ``losses``, once for
     each of its turns; what the task computes after a turn sees the weights as they are then.
 
     Raises UsageError if the losses are not what they should be.
     """
-    shares = _shares(state, window)
+    shares = _shares(state, window, samples)
     if state.takes_turns:
         yield from _turns(state, shares)
         return
     extras = state.extras("loss")
     mean: Tensor | None = None
-    for batch, share in shares:
-        part = _backward(state, _loss(state, batch, extras), share, state.updaters[0])
+    for place, (batch, share) in enumerate(shares):
+        with _reduction(state, now=place == len(shares) - 1):
+            loss = _loss(state, batch, extras)
+            if share == 0.0 and state.ranks.size > 1:
+                loss = _nothing(state.parameters)
+            part = _backward(state, loss, share, state.updaters[0])
+            del loss  # with its graph
         mean = part if mean is None else mean + part
     assert mean is not None, "a window holds at least one micro-batch"
     yield state.updaters, mean
@@ -66,8 +80,29 @@ def no_gradient(state: TrainState, updater: Updater) -> UsageError:
     )
 
 
-def _shares(state: TrainState, window: Sequence[Any]) -> list[tuple[Any, float]]:
+def _reduction(state: TrainState, *, now: bool) -> AbstractContextManager[None]:
+    """Let ranks average their gradients at the last micro-batch of a window only."""
+    if now or not isinstance(state.model, DistributedDataParallel):
+        return nullcontext()
+    context: AbstractContextManager[None] = state.model.no_sync()
+    return context
+
+
+def _nothing(parameters: Sequence[Tensor]) -> Tensor:
+    """Return a loss of 0 that depends on every parameter, whose gradients are 0.
+
+    For a micro-batch that weighs nothing, whose own loss may be 0 / 0: DDP waits for a gradient of
+    each parameter all the same.
+    """
+    return torch.stack([(parameter.float() * 0.0).sum() for parameter in parameters]).sum()
+
+
+def _shares(
+    state: TrainState, window: Sequence[Any], samples: int | None
+) -> list[tuple[Any, float]]:
     """Return the micro-batches of a window with the part of its items that each holds."""
+    if state.ranks.size > 1:
+        return _shares_of_rank(state, window, samples)
     if len(window) == 1:
         return [(window[0], 1.0)]
     counts = [float(state.task.num_items(batch)) for batch in window]  # still on the host
@@ -76,6 +111,20 @@ def _shares(state: TrainState, window: Sequence[Any]) -> list[tuple[Any, float]]
         return [(batch, 0.0) for batch in window]
     # One without items has no mean (all labels ignored, say), and weighs nothing.
     return [(b, count / held) for b, count in zip(window, counts, strict=True) if count]
+
+
+def _shares_of_rank(
+    state: TrainState, window: Sequence[Any], samples: int | None
+) -> list[tuple[Any, float]]:
+    """Return the same of one of several ranks, whose gradients DDP averages."""
+    batches = [each.batch if isinstance(each, Borrowed) else each for each in window]
+    counts = [
+        0.0 if isinstance(each, Borrowed) else float(state.task.num_items(each)) for each in window
+    ]
+    counts_samples = not has_own(state.task, "num_items") and samples is not None
+    held = float(samples or 0) if counts_samples else state.ranks.total(sum(counts))
+    size, held = state.ranks.size, held or 1.0
+    return [(batch, count * size / held) for batch, count in zip(batches, counts, strict=True)]
 
 
 def _turns(state: TrainState, shares: Sequence[tuple[Any, float]]) -> Iterator[Turn]:

@@ -83,12 +83,16 @@ def unknown_metric(
     return Problem(loaded.place(key), key, message, advice)
 
 
-def without_effect(recipe: Recipe, *, dtype: str, scaling: bool, device: str) -> list[str]:
+def without_effect(
+    recipe: Recipe, *, dtype: str, scaling: bool, device: str, world_size: int = 1
+) -> list[str]:
     """Say which settings other than the defaults have no effect in a run in ``dtype``.
 
     ``device`` is the type of the device: ``cpu``, ``cuda`` and so on.
     """
-    ignored = {"with one process": _changed("distributed", recipe.distributed)}
+    ignored = {}
+    if world_size == 1:
+        ignored["with one process"] = _changed("distributed", recipe.distributed)
     if device != "cuda":
         name = "reduced_precision_reduction"
         ignored[f"on {device}"] = _changed("amp", recipe.amp, (name,))

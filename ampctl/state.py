@@ -121,11 +121,13 @@ class Pending:
 class TrainState:
     """Everything that training changes, and the fixed parts that a step needs.
 
-    ``model`` is what the forward pass calls (compiled, say); ``bare`` is the module itself, whose
-    names and tensors a checkpoint holds.
+    ``model`` is what the forward pass of a step calls (in DDP, say), ``local`` what a pass of this
+    rank alone does (compiled, say); ``bare`` is the module itself, whose names and tensors a
+    checkpoint holds.
     """
 
     model: nn.Module
+    local: nn.Module
     bare: nn.Module
     task: Task
     updaters: Sequence[Updater]
@@ -183,12 +185,14 @@ class TrainState:
 
     def require_agreement(self) -> None:
         """Raise NumericsError if the loss scale that the host last read differs between ranks."""
-        self.ranks.require_equal("the loss scale", self.scale_on_host, self.device)
+        if self.ranks.size > 1:
+            self.ranks.require_equal("the loss scale", self.scale_on_host)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this state, by the contract's keys.
 
-        Only at a step boundary, with nothing pending. Tensors are references, not copies.
+        Only at a step boundary, with nothing pending, and on all ranks. Tensors are references, not
+        copies.
         """
         assert self.pending is None, "settle the last step before the state is taken"
         optimizers = {each.name: each.optimizer.state_dict() for each in self.updaters}
@@ -200,7 +204,7 @@ class TrainState:
             "ema": self.ema.state_dict() if self.ema else None,
             "scaler": self.scaler.state_dict(),
             "progress": asdict(self.progress),
-            "rng": [rng.get_state(self.device)],
+            "rng": self.ranks.gather(rng.get_state(self.device)),
             "dtype": self.precision.name,
             "world_size": self.ranks.size,
         }
@@ -257,7 +261,15 @@ class TrainState:
             None if self.device.type == "cpu" else self.device.type
         ):
             notify("saved on another kind of device: random numbers on this one start anew")
-        rng.set_state(saved["rng"][0], self.device)
+        if len(saved["rng"]) != self.ranks.size:
+            notify(
+                f"saved on {len(saved['rng'])} ranks and resumed on {self.ranks.size}: the samples "
+                "of each step stay the same, random numbers of the training do not"
+            )
+        if self.ranks.rank < len(saved["rng"]):
+            rng.set_state(saved["rng"][self.ranks.rank], self.device)
+        else:  # a rank that was not there
+            rng.seed_everything(rng.mix(self.ranks.rank, self.progress.step, *_digest(saved)))
 
     def _saved_by_name(self, saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the states of optimizers and of schedules by name, if the names are this run's."""
@@ -270,6 +282,11 @@ class TrainState:
         if names == [""]:
             return {"": saved["optimizer"]}, {"": saved["scheduler"]}
         return saved["optimizer"], saved["scheduler"]
+
+
+def _digest(saved: Mapping[str, Any]) -> list[int]:
+    """Return a few numbers that differ from run to run, to seed from."""
+    return [int(byte) for byte in saved["rng"][0]["torch"][:8]]
 
 
 def _inside(payload: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[str, bool]:

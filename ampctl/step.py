@@ -23,7 +23,7 @@ from ampctl.updater import Updater, key
 
 
 def train_step(
-    state: TrainState, window: Sequence[Any], *, measure: bool = False
+    state: TrainState, window: Sequence[Any], *, samples: int | None = None, measure: bool = False
 ) -> StepReport | None:
     """Attempt one step, of every optimizer that has its turn, on a window of micro-batches.
 
@@ -31,6 +31,7 @@ def train_step(
         state: the run; its weights, buffers, scale and counters move on.
         window: the step's micro-batches on the host; one, unless gradients are accumulated. Each
             counts by its items (samples, or tokens), so a short last one weighs what it holds.
+        samples: those of the step over all ranks; known to the loader, else they are counted.
         measure: compute what is logged of the gradient: its norm (even if nothing is clipped),
             and in float16 how it lies in the range of that format.
 
@@ -49,10 +50,12 @@ def train_step(
     figures: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}  # found_inf of each optimizer that has had its turn
     with Peaks(active=measure and state.watches_activations) as peaks:
-        for updaters, loss in backward_passes(state, window):
+        for updaters, loss in backward_passes(state, window, samples):
             if not found:
                 # Schedules and counters must stand before the next update.
                 before = settle(state)
+            if measure:
+                state.ranks.mean_(loss)
             figures[key("loss", updaters[0].name if len(updaters) == 1 else "")] = loss
             for updater in updaters:
                 updater.learning_rate.before_update()

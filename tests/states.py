@@ -76,6 +76,7 @@ def make_state(
         make_skippable(each)
     return TrainState(
         model=model,
+        local=model,
         bare=model,
         task=task or Classification(),
         updaters=[

@@ -29,6 +29,7 @@ FLOORS = {
     "data": 1,
     "distributed.env": 1,
     "distributed.ranks": 1,
+    "distributed.heed": 1,
     "ema": 1,
     "lr": 1,
     "models": 1,

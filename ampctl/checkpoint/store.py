@@ -221,6 +221,20 @@ def retained(
     return [e for e in entries if e.file in kept]
 
 
+class Elsewhere:
+    """The store of a rank that writes nothing, as rank 0 does it."""
+
+    def wait(self) -> None:
+        """Nothing is under way here."""
+
+    def finished(self) -> list[Saved]:
+        """Return nothing."""
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def abandon_after(run_dir: Path, entry: Entry) -> list[str]:
     """Take what was saved after ``entry`` out of a run that goes back to it; return the new names.
 

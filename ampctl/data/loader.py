@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
@@ -17,11 +18,22 @@ from ampctl.data.fetch import Fetcher, identity
 from ampctl.data.move import pinned
 from ampctl.data.order import Order, Request
 from ampctl.data.workers import end_workers, next_batch, start_worker, start_workers
+from ampctl.distributed.ranks import ALONE, Ranks
 
 INDICES_SHOWN = 64
 
 Window = list[Any]
 """The micro-batches of one optimizer step, on the host."""
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A micro-batch that another rank counts: where there are fewer samples than ranks.
+
+    It is run, so that all ranks take the same passes, and weighs nothing.
+    """
+
+    batch: Any
 
 
 class TrainData(Protocol):
@@ -62,17 +74,21 @@ class MapData:
 
     def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
         """Yield each step's micro-batches and its samples over all ranks."""
-        sizes: deque[int] = deque()
+        under_way: deque[list[Request]] = deque()
 
         def requests() -> Iterator[list[Request]]:
             for window in self.order.windows(epoch, first_step):
-                sizes.append(len(window))
+                under_way.append(window)
                 yield window
 
         batches = self._reader.read(chain.from_iterable(requests()))
         for step in range(first_step, self.order.steps_per_epoch):
             first = next(batches)
-            window = [first, *(next(batches) for _ in range(sizes.popleft() - 1))]
+            asked = under_way.popleft()
+            window = [first, *(next(batches) for _ in asked[1:])]
+            for place, request in enumerate(asked):
+                if request.borrowed:
+                    window[place] = Borrowed(window[place])
             yield window, self.order.samples_of_step(step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,21 +107,44 @@ class EvalData:
     """The batches of a split, in order, each sample once."""
 
     def __init__(
-        self, dataset: Any, batch_size: int, *, seed: int, num_workers: int, pin_memory: bool
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        seed: int,
+        num_workers: int,
+        pin_memory: bool,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.num_samples = len(dataset)
-        self._order = Order(self.num_samples, batch_size, batch_size, seed=seed, shuffle=False)
+        self._order = Order(
+            self.num_samples,
+            batch_size * ranks.size,
+            batch_size,
+            seed=seed,
+            shuffle=False,
+            rank=ranks.rank,
+            world_size=ranks.size,
+        )
         self._reader = _Reader(
             Fetcher(dataset, seed), num_workers=num_workers, pin_memory=pin_memory
         )
 
     def __len__(self) -> int:
-        """Count the batches."""
+        """Count the batches of a rank, which all ranks have alike."""
         return self._order.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches, on the host; random augmentation draws the same each time."""
-        return self._reader.read(chain.from_iterable(self._order.windows(epoch=0)))
+        under_way: deque[Request] = deque()
+
+        def requests() -> Iterator[Request]:
+            for request in chain.from_iterable(self._order.windows(epoch=0)):
+                under_way.append(request)
+                yield request
+
+        for batch in self._reader.read(requests()):
+            yield Borrowed(batch) if under_way.popleft().borrowed else batch
 
     def close(self) -> None:
         """End worker processes."""

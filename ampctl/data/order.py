@@ -24,19 +24,39 @@ class Request:
     """The samples of one micro-batch: their indices, int64 [n], and the place of the first.
 
     ``position`` is the first sample's place in the epoch's order; the others follow it.
+    ``borrowed``: it is another rank's, and does not count.
     """
 
     epoch: int
     position: int
     indices: Tensor
+    borrowed: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As a tensor, the whole order that the indices are a part of would go to each worker.
-        return _request, (self.epoch, self.position, self.indices.numpy().copy())
+        return _request, (self.epoch, self.position, self.indices.numpy().copy(), self.borrowed)
 
 
-def _request(epoch: int, position: int, indices: np.ndarray[Any, Any]) -> Request:
-    return Request(epoch, position, torch.from_numpy(indices))
+def _request(epoch: int, position: int, indices: np.ndarray[Any, Any], borrowed: bool) -> Request:
+    return Request(epoch, position, torch.from_numpy(indices), borrowed)
+
+
+def deal(
+    num_samples: int, micro_batch_size: int, rank: int, world_size: int
+) -> list[tuple[int, int, bool]]:
+    """Return a rank's part of each run of micro-batches of a step: from, to, whether borrowed.
+
+    A run has a micro-batch for each rank; the last one may be short, and is dealt as evenly as can
+    be. Where that leaves a rank nothing, it borrows the first sample of the run.
+    """
+    parts = []
+    stride = micro_batch_size * world_size
+    for start in range(0, num_samples, stride):
+        share, rest = divmod(min(stride, num_samples - start), world_size)
+        low = start + rank * share + min(rank, rest)
+        high = low + share + (rank < rest)
+        parts.append((low, high, False) if low < high else (start, start + 1, True))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -73,21 +93,18 @@ class Order:
     def windows(self, epoch: int, first_step: int = 0) -> Iterator[list[Request]]:
         """Yield the micro-batches of each optimizer step of an epoch, from ``first_step`` on.
 
-        A rank that gets none of a run's samples has a request of no indices in its place, so that
-        all ranks take the same number of forward passes.
+        A rank that gets none of a run's samples borrows the first of them, so that all ranks take
+        the same number of forward passes.
         """
         order = self.permutation(epoch)
-        stride = self.micro_batch_size * self.world_size
         for step in range(first_step, self.steps_per_epoch):
             begin = step * self.batch_size
             end = min(begin + self.batch_size, self.num_samples)
-            window = []
-            for start in range(begin, end, stride):
-                share, rest = divmod(min(start + stride, end) - start, self.world_size)
-                low = start + self.rank * share + min(self.rank, rest)
-                high = low + share + (self.rank < rest)
-                window.append(Request(epoch, low, order[low:high]))
-            yield window
+            shares = deal(end - begin, self.micro_batch_size, self.rank, self.world_size)
+            yield [
+                Request(epoch, begin + low, order[begin + low : begin + high], borrowed)
+                for low, high, borrowed in shares
+            ]
 
     def samples_of_step(self, step: int) -> int:
         """Count the samples of a step of an epoch, over all ranks."""

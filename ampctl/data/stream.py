@@ -11,14 +11,18 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ampctl import rng
 from ampctl.data.fetch import identity
-from ampctl.data.loader import Window
+from ampctl.data.loader import Borrowed, Window
+from ampctl.data.order import deal
 from ampctl.data.workers import end_workers, next_batch, start_worker, start_workers
+from ampctl.distributed.ranks import ALONE, Ranks
 
 _STREAM = 3
 
 
 class StreamData:
     """Deal the samples of an IterableDataset to optimizer steps, in the order they come.
+
+    Every rank reads all of them and takes its part.
 
     What the dataset draws from the global generators comes from a stream of its own, a function
     of (seed, epoch), so that it never mixes with the training's. To go on in the middle of an
@@ -37,7 +41,9 @@ class StreamData:
         seed: int,
         drop_last: bool = False,
         num_workers: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self._dataset = dataset
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
@@ -66,12 +72,15 @@ class StreamData:
         if self._ended and first_step:
             self._ended = False
             return  # saved after the epoch's last step: the dataset has begun anew already
-        size = self._micro_batch_size
+        size, ranks = self._micro_batch_size, self._ranks
         for step, samples in enumerate(self._batches(epoch, at_an_end=at_an_end)):
             if step < skipped or (self._drop_last and len(samples) < self._batch_size):
                 continue
-            starts = range(0, len(samples), size)
-            yield [self._collate(samples[low : low + size]) for low in starts], len(samples)
+            window = []
+            for low, high, borrowed in deal(len(samples), size, ranks.rank, ranks.size):
+                batch = self._collate(samples[low:high])
+                window.append(Borrowed(batch) if borrowed else batch)
+            yield window, len(samples)
 
     def _batches(self, epoch: int, *, at_an_end: bool) -> Iterator[list[Any]]:
         """Yield the samples of each step, drawn with the stream's generators in place.

@@ -8,18 +8,22 @@ from types import FrameType
 
 import torch
 
+from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.errors import InterruptedRunError, MachineError, PreemptedError, UsageError
 
 _KINDS = ("cuda", "xpu", "mps", "cpu")
 
 
-def choose_device(wanted: str) -> torch.device:
+def choose_device(wanted: str, ranks: Ranks = ALONE) -> torch.device:
     """Settle ``train.device``: the device itself, or the best one that is there for ``auto``.
 
-    Raises UsageError for a name that is no device, MachineError for one that is not here.
+    Of several processes on a machine each gets an accelerator of its own, by its local rank. Raises
+    UsageError for a name that is no device, MachineError for one that is not here.
     """
     if wanted == "auto":
-        return torch.device(next(kind for kind in _KINDS if _count(kind)))
+        wanted = next(kind for kind in _KINDS if _count(kind))
+    if ranks.size > 1 and wanted in ("cuda", "xpu"):
+        wanted = f"{wanted}:{ranks.local_rank}"
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
@@ -87,9 +91,15 @@ class StopSignals:
         if not self.training:
             raise KeyboardInterrupt
 
-    def error(self, saved: str) -> PreemptedError | InterruptedRunError:
-        """Return the error that ends the run; ``saved`` says when, and where its state is."""
-        assert self.received is not None
-        if self.received is signal.SIGINT:
+    def error(
+        self, saved: str, received: signal.Signals | None = None
+    ) -> PreemptedError | InterruptedRunError:
+        """Return the error that ends the run; ``saved`` says when, and where its state is.
+
+        ``received``: the signal, if another rank had it.
+        """
+        number = received or self.received
+        assert number is not None
+        if number is signal.SIGINT:
             return InterruptedRunError(f"interrupted {saved}")
-        return PreemptedError(f"{self.received.name} received {saved}")
+        return PreemptedError(f"{number.name} received {saved}")

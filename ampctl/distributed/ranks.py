@@ -1,21 +1,31 @@
-"""What the processes of a job must agree on, said by collectives; alone, none is made."""
+"""The processes of one job, and what they tell each other; alone, no collective is made.
+
+Everything that reaches the host goes by way of the CPU (gloo), so that no device waits for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ampctl.errors import NumericsError
+from ampctl.errors import MachineError, NumericsError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Ranks:
     """The processes of one job.
 
+    ``local_rank`` is the place among those of this machine, which chooses the device.
     ``shares_verdict``: whether gradients can differ between ranks, so that they must agree on
     whether one is non-finite. DDP's own reduction makes them equal, but for parameters that it is
     told to ignore and for models that are called past it.
@@ -23,26 +33,68 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    local_rank: int = 0
     shares_verdict: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and speaks to the user."""
+        return self.rank == 0
 
     def any_(self, found_inf: Tensor) -> None:
         """Make a verdict (1 or 0) in place that of every rank: 1 where one of them has 1."""
         if self.size > 1 and self.shares_verdict:
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)  # all ranks: each optimizer step
 
+    def mean_(self, value: Tensor) -> None:
+        """Make a tensor in place the mean of every rank's."""
+        if self.size > 1:
+            dist.all_reduce(value.div_(self.size))  # all ranks: the steps that are logged
+
+    def total(self, value: float) -> float:
+        """Return the sum of a number of the host over all ranks."""
+        if self.size == 1:
+            return value
+        summed = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(summed)  # all ranks: steps whose items are counted by the task
+        return float(summed)
+
+    def largest(self, *values: float) -> list[float]:
+        """Return the largest of each of some numbers of the host over all ranks."""
+        if self.size == 1:
+            return list(values)
+        every = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(every, op=dist.ReduceOp.MAX)  # all ranks: where they heed signals
+        return [float(value) for value in every]
+
+    def gather(self, value: T) -> list[T]:
+        """Return a picklable value of each rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, value)  # all ranks: at saves and after evaluations
+        return every
+
+    def of_first(self, value: T) -> T:
+        """Return rank 0's value of something picklable."""
+        if self.size == 1:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, src=0)  # all ranks: at the start
+        return held[0]
+
     def follow_first_(self, values: Sequence[Tensor]) -> None:
         """Make tensors in place those of rank 0."""
         for value in values if self.size > 1 else ():
             dist.broadcast(value, src=0)  # all ranks: at the start, and on resuming
 
-    def require_equal(self, what: str, value: float, device: torch.device) -> None:
+    def wait(self) -> None:
+        """Return when every rank is here."""
+        self.largest(0.0)
+
+    def require_equal(self, what: str, value: float) -> None:
         """Raise NumericsError on every rank, naming ranks and values, if a value differs."""
-        if self.size == 1:
-            return
-        own = torch.tensor([value], dtype=torch.float32, device=device)
-        every = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(every, own)  # all ranks: at log intervals and saves
-        values = [each.item() for each in every]  # sync: where figures are read anyway
+        values = self.gather(value)
         if any(each != values[0] for each in values):
             told = ", ".join(f"{each:g} on rank {rank}" for rank, each in enumerate(values))
             raise NumericsError(
@@ -54,3 +106,48 @@ class Ranks:
 
 ALONE = Ranks()
 """A job of one process."""
+
+
+def from_environment() -> Ranks:
+    """Return this process's place in the job that a launcher (torchrun) has started, if it has."""
+    size = _number("WORLD_SIZE", 1)
+    if size <= 1:
+        return ALONE
+    return Ranks(_number("RANK", 0), size, _number("LOCAL_RANK", 0))
+
+
+@contextmanager
+def joined(ranks: Ranks, *, backend: str, device: torch.device, minutes: float) -> Iterator[None]:
+    """Join the processes of a job while the context is open.
+
+    ``backend``: nccl, gloo, or auto for what the device takes; ``minutes``: how long a rank waits
+    for the others. Raises MachineError if they cannot be reached.
+    """
+    if ranks.size == 1:
+        yield
+        return
+    if backend == "auto":
+        backend = {"cuda": "nccl", "xpu": "xccl"}.get(device.type, "gloo")
+    wanted = backend if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"
+    try:
+        dist.init_process_group(
+            wanted,
+            timeout=timedelta(minutes=minutes),
+            device_id=device if backend != "gloo" else None,
+        )
+    except (RuntimeError, ValueError) as error:  # DistError and its kin are RuntimeErrors
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise MachineError(
+            f"rank {ranks.rank} of {ranks.size} cannot join the others at {where}: {error}"
+        ) from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _number(name: str, otherwise: int) -> int:
+    text = os.environ.get(name) or f"{otherwise}"
+    if not text.isdecimal():
+        raise MachineError(f"{name} is {text!r} in the environment; torchrun sets it to a number")
+    return int(text)

@@ -25,11 +25,15 @@ class Console:
 
     Lines go to stdout and warnings to stderr. Quiet leaves the warnings and the last lines.
     `terminal` is where the bar is drawn; by default stdout, if that is a terminal which can.
-    Rich is imported for a bar only. Not for several threads.
+    Of several ranks the first speaks; the others only warn, with their number. Rich is imported for
+    a bar only. Not for several threads.
     """
 
-    def __init__(self, *, quiet: bool = False, terminal: Terminal | None = None) -> None:
-        self._quiet = quiet
+    def __init__(
+        self, *, quiet: bool = False, rank: int = 0, terminal: Terminal | None = None
+    ) -> None:
+        self._quiet = quiet or rank > 0
+        self._rank = rank
         self._terminal = terminal if terminal is not None else _find_terminal()
         self._total: int | None = None
         self._bar: _Bar | None = None
@@ -83,7 +87,7 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Tell something that may be wrong, on stderr, quiet or not."""
-        line = f"warning: {text}"
+        line = f"warning: rank {self._rank}: {text}" if self._rank else f"warning: {text}"
         if self._bar is not None and sys.stderr.isatty():  # the same screen: keep the bar whole
             self._print(line, style="yellow")
         else:
@@ -102,7 +106,7 @@ class Console:
             self._next_draw = math.inf
 
     def _tell(self, lines: Sequence[str], *, even_quiet: bool = False) -> None:
-        if not self._quiet or even_quiet:
+        if not self._quiet or (even_quiet and not self._rank):
             for line in lines:
                 self._print(line)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampctl import rng
 from ampctl.amp.precision import has_float64
+from ampctl.data.loader import Borrowed
 from ampctl.data.move import to_device
 from ampctl.errors import UsageError
 from ampctl.state import TrainState
@@ -24,6 +25,9 @@ def evaluate(
     ``proceed`` is asked before each batch; once it says no, the evaluation is given up and None
     is returned. Random numbers drawn here do not move the training's. The model goes back to the
     mode that each of its modules was in, and its buffers to what they were.
+
+    Several ranks have a part of the batches each, the same number of them; ``proceed`` must say the
+    same on all. The metrics are those of all parts, on every rank.
     """
     state.buffers.snapshot()
     modes = {module: module.training for module in state.bare.modules()}
@@ -48,19 +52,25 @@ def _means(
     for batch in batches:
         if not proceed():
             return None
+        if isinstance(batch, Borrowed):
+            continue  # another rank counts it
         count = float(state.task.num_items(batch))  # while the batch is on the host
         batch = to_device(batch, state.device, channels_last=state.channels_last)
         extras = state.extras("loss")
         with state.precision.autocast(), torch.set_grad_enabled("grad" in extras):
-            output = state.task.loss(state.model, batch, **extras)
+            output = state.task.loss(state.local, batch, **extras)
         loss, extra = (*output, None)[:2] if isinstance(output, tuple) else (output, None)
         values = {"loss": loss, **state.task.metrics(extra, batch)}
         for name, value in values.items():
             sums[name] = sums.get(name, 0.0) + _weighted(name, value, count, state.device)
         items += count
-    if not items:
+    of_this_rank = {name: float(value) for name, value in sums.items()}  # sync: once
+    parts = state.ranks.gather((of_this_rank, items))
+    total = sum(part for _, part in parts)
+    if not total:
         raise UsageError("data.eval: the evaluation split holds no items to average over")
-    means = {name: float(value) / items for name, value in sums.items()}  # sync: once
+    names = dict.fromkeys(name for part, _ in parts for name in part)
+    means = {name: sum(part.get(name, 0.0) for part, _ in parts) / total for name in names}
     return {f"eval/{name}": float(value) for name, value in state.task.summary(means).items()}
 
 

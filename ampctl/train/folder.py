@@ -18,7 +18,7 @@ from ampctl.errors import UsageError
 RECIPE = "recipe.yaml"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
-LOG = Path("logs") / "rank-0.log"
+LOGS = Path("logs")
 ROOT = Path("runs")
 
 
@@ -81,7 +81,7 @@ def write_facts(run_dir: Path, recipe_text: str, environment: Mapping[str, Any])
     ):
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / LOG).parent.mkdir(exist_ok=True)
+            (run_dir / LOGS).mkdir(exist_ok=True)
             disk.write_bytes(run_dir / name, content.encode())
         except OSError as error:
             raise disk.fault(run_dir / name, error, len(content)) from error

@@ -23,11 +23,14 @@ LOW_HEADROOM = 1.0  # doublings
 
 
 class RunLog:
-    """Write events of one run. Throughput leaves out evaluations and the taking of checkpoints."""
+    """Write events of one run. Throughput leaves out evaluations and the taking of checkpoints.
+
+    Without ``metrics`` nothing is written: another rank does it.
+    """
 
     def __init__(
         self,
-        metrics: MetricsFile,
+        metrics: MetricsFile | None,
         console: Console,
         *,
         every_steps: int,
@@ -49,7 +52,7 @@ class RunLog:
 
     def begin(self, event: str, step: int, lines: Sequence[str], **fields: Any) -> None:
         """Tell that a run starts or goes on."""
-        self._metrics.write(event, step, **fields)
+        self._write(event, step, **fields)
         self.console.start(lines, step=step, total_steps=self._total)
 
     def is_due(self, step: int) -> bool:
@@ -81,7 +84,7 @@ class RunLog:
         """Tell a step's fate: a skip always, its figures if the step is one to be logged."""
         if report.skipped:
             names = [name for name, own in report.optimizers.items() if own["skipped"]]
-            self._metrics.write(
+            self._write(
                 "skip",
                 report.step,
                 scale_before=report.scale_before,
@@ -125,7 +128,7 @@ class RunLog:
             "step_ms": mark["step_ms"],
             "memory_mb": _memory_mb(self._device),
         }
-        self._metrics.write("train", **fields)
+        self._write("train", **fields)
         self._warn_of_overflow(report)
         # A scale that is always 1 says nothing to a person.
         self.console.train(fields if self._scaling else fields | {"scale": None})
@@ -148,7 +151,7 @@ class RunLog:
         self, progress: Progress, epoch: int, metrics: Mapping[str, float], *, best: bool
     ) -> None:
         """Tell the metrics of an evaluation."""
-        self._metrics.write("eval", progress.step, epoch=epoch, **metrics)
+        self._write("eval", progress.step, epoch=epoch, **metrics)
         self.console.evaluation(progress.step, metrics, best)
 
     def stalled(self, step: int, seconds: float) -> None:
@@ -159,7 +162,7 @@ class RunLog:
         """Tell of the checkpoints that are on the disk by now."""
         for saved in files:
             path = saved.path.relative_to(run_dir)
-            self._metrics.write(
+            self._write(
                 "checkpoint",
                 saved.step,
                 path=str(path),
@@ -169,16 +172,21 @@ class RunLog:
 
     def diagnosis(self, step: int, **fields: Any) -> None:
         """Tell what is at fault."""
-        self._metrics.write("diagnosis", step, **fields)
+        self._write("diagnosis", step, **fields)
 
     def stop(self, step: int, reason: str, exit_code: int) -> None:
         """Tell how the run ended."""
-        self._metrics.write("stop", step, reason=reason, exit_code=exit_code)
+        self._write("stop", step, reason=reason, exit_code=exit_code)
 
     def close(self) -> None:
         """Give the screen back and close the file."""
         self.console.close()
-        self._metrics.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _write(self, /, event: str, step: int, **fields: Any) -> None:
+        if self._metrics is not None:
+            self._metrics.write(event, step, **fields)
 
 
 def _of_each(report: StepReport, progress: Progress) -> dict[str, float | None]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from ampctl import plain
 from ampctl.build import Job
-from ampctl.checkpoint.store import Store
+from ampctl.checkpoint.store import Elsewhere, Store
 from ampctl.data.workers import WorkerError
-from ampctl.distributed.env import StopSignals
+from ampctl.distributed.heed import Heed
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import Diagnosis, examine
 from ampctl.errors import NumericsError, RecipeError, UsageError, first_of
@@ -34,9 +34,9 @@ class Run:
 
     job: Job
     run_dir: Path
-    store: Store
+    store: Store | Elsewhere
     log: RunLog
-    signals: StopSignals
+    heed: Heed
     environment: dict[str, Any]
     saved_step: int = -1
     saved_at: float = field(default_factory=time.monotonic)
@@ -63,13 +63,16 @@ def fit(run: Run) -> str:
         try:
             _epoch(run)
         except WorkerError:
-            # It dies between two steps, by a signal meant for the whole job perhaps.
-            _boundary(run, epoch_ended=False, stopping=True)
+            # It dies between two steps, by a signal meant for the whole job perhaps. Several ranks
+            # could save only together, and the others know nothing of it.
+            if run.job.state.ranks.size == 1:
+                _boundary(run, epoch_ended=False, stopping=True)
             raise
     if run.saved_step != progress.step:
         _save(run)
     run.store.wait()
     run.log.saved(run.store.finished(), run.run_dir)
+    run.job.state.ranks.wait()
     return reason
 
 
@@ -92,7 +95,8 @@ def _epoch(run: Run) -> None:
     steps_per_epoch = job.train_data.steps_per_epoch
     for window, samples in job.train_data.windows(epoch, progress.batch_in_epoch):
         try:
-            report = train_step(state, window, measure=log.is_due(progress.step + 1))
+            measure = log.is_due(progress.step + 1)
+            report = train_step(state, window, samples=samples, measure=measure)
         except Exception as error:
             told = in_words(error, state.bare, window, doing=f"step {progress.step + 1}")
             if told is None:
@@ -107,8 +111,9 @@ def _epoch(run: Run) -> None:
         log.mark(progress, epoch)
         if report is not None:
             _take(run, report)
-        if ended or run.signals.received or _due(run) or finished(job):
-            _boundary(run, epoch_ended=ended)
+        by_time = run.heed.look(is_time=_time_to_save(run))
+        if ended or run.heed.received or by_time or _due(run) or finished(job):
+            _boundary(run, epoch_ended=ended, by_time=by_time)
             if ended or finished(job):
                 return
     if steps_per_epoch is None:
@@ -125,18 +130,23 @@ def _due(run: Run) -> bool:
     """Return whether the step just taken ends with an evaluation or a checkpoint."""
     step, recipe = run.progress.step, run.job.recipe
     evaluation, steps = recipe.train.eval_every_steps, recipe.checkpoint.every_steps
-    minutes = recipe.checkpoint.every_minutes
-    return (
-        (evaluation is not None and step % evaluation == 0)
-        or (steps is not None and step % steps == 0)
-        or (minutes is not None and time.monotonic() - run.saved_at >= minutes * 60)
+    return (evaluation is not None and step % evaluation == 0) or (
+        steps is not None and step % steps == 0
     )
 
 
-def _boundary(run: Run, *, epoch_ended: bool, stopping: bool = False) -> None:
+def _time_to_save(run: Run) -> bool:
+    minutes = run.job.recipe.checkpoint.every_minutes
+    return minutes is not None and time.monotonic() - run.saved_at >= minutes * 60
+
+
+def _boundary(
+    run: Run, *, epoch_ended: bool, by_time: bool = False, stopping: bool = False
+) -> None:
     """Do what is due after a step: learn its fate, evaluate, save, and heed a signal.
 
-    ``stopping``: an error ends the run here; save, whatever is due.
+    ``by_time``: a save is due by the clock. ``stopping``: an error ends the run here; save,
+    whatever is due.
     """
     report = settle(run.job.state)
     if report is not None:
@@ -145,30 +155,27 @@ def _boundary(run: Run, *, epoch_ended: bool, stopping: bool = False) -> None:
     recipe, step = run.job.recipe, run.progress.step
     every = recipe.train.eval_every_steps
     wants_evaluation = over or (epoch_ended if every is None else step % every == 0)
-    if run.signals.received is None and wants_evaluation and not stopping:
+    if run.heed.received is None and wants_evaluation and not stopping:
         _evaluate(run)
         over = finished(run.job) is not None
-    if run.signals.received or stopping or over or _save_is_due(run, epoch_ended):
+    if run.heed.received or stopping or over or by_time or _save_is_due(run, epoch_ended):
         _save(run)
     run.log.restart_clock(run.progress)
-    if run.signals.received:
+    if run.heed.received:
         run.store.wait()
         run.log.saved(run.store.finished(), run.run_dir)
-        raise run.signals.error(
-            f"at step {step}, which is saved: `ampctl resume {run.run_dir}` goes on"
+        run.job.state.ranks.wait()  # a launcher ends the others when the first one leaves
+        raise run.heed.signals.error(
+            f"at step {step}, which is saved: `ampctl resume {run.run_dir}` goes on",
+            run.heed.received,
         )
 
 
 def _save_is_due(run: Run, epoch_ended: bool) -> bool:
     config = run.job.recipe.checkpoint
-    if config.every_steps is None and config.every_minutes is None:
-        return epoch_ended
-    by_steps = config.every_steps is not None and run.progress.step % config.every_steps == 0
-    by_time = (
-        config.every_minutes is not None
-        and time.monotonic() - run.saved_at >= config.every_minutes * 60
-    )
-    return by_steps or by_time
+    if config.every_steps is None:
+        return epoch_ended and config.every_minutes is None
+    return run.progress.step % config.every_steps == 0
 
 
 def evaluation_was_cut_off(job: Job) -> bool:
@@ -252,7 +259,8 @@ def _evaluate(run: Run) -> None:
 
         def proceed() -> bool:
             shown.advance()
-            return run.signals.received is None
+            run.heed.look()
+            return run.heed.received is None
 
         try:
             metrics = evaluate(run.job.state, data, proceed=proceed)
@@ -307,9 +315,13 @@ def _save(run: Run) -> None:
     begin = time.perf_counter()
     job, state, progress = run.job, run.job.state, run.progress
     state.require_agreement()
+    saved = state.state_dict()
+    if isinstance(run.store, Elsewhere):  # rank 0 writes what all of them hold
+        run.saved_step, run.saved_at = progress.step, time.monotonic()
+        return
     payload = plain.snapshot(
         {
-            **state.state_dict(),
+            **saved,
             "data": job.train_data.state_dict(),
             "recipe": job.loaded.text,
             "environment": {

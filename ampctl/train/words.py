@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ampctl.build import Job
+from ampctl.build import Job, micro_batch_size
 from ampctl.errors import first_of
 from ampctl.optim import describe_groups
 
@@ -13,14 +13,14 @@ def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
     """Say what is about to run: how large, how long, on what and why, where it is kept."""
     state, progress, data = job.state, job.state.progress, job.recipe.data
     parameters = sum(p.numel() for p in state.bare.parameters())
-    micro = data.micro_batch_size if isinstance(data.micro_batch_size, int) else data.batch_size
-    passes = -(-data.batch_size // micro)
+    micro = micro_batch_size(job.recipe, state.ranks)
+    passes = -(-data.batch_size // (micro * state.ranks.size))
     accumulated = f" in {passes} micro-batches each" if passes > 1 else ""
     steps = f"{job.total_steps:,} steps" if job.total_steps is not None else "steps"
     lines = [
         f"{job.recipe.name}: {parameters:,} parameters, "
         f"{steps} of {data.batch_size} samples{accumulated}",
-        f"on {state.device} in {state.precision.name} ({state.precision.reason})",
+        f"on {_devices(job)} in {state.precision.name} ({state.precision.reason})",
     ]
     accuracy = _accuracy(job)
     if accuracy:
@@ -46,6 +46,11 @@ def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
             f"{scale}, {progress.skipped} skipped"
         )
     return lines
+
+
+def _devices(job: Job) -> str:
+    device, size = job.state.device, job.state.ranks.size
+    return f"{size} ranks of {device.type}" if size > 1 else f"{device}"
 
 
 def _accuracy(job: Job) -> str:

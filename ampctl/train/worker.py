@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +14,33 @@ from ampctl import environment
 from ampctl.build import Job, build_job
 from ampctl.checkpoint import lock
 from ampctl.checkpoint.index import Entry
-from ampctl.checkpoint.store import NoCheckpointError, Store, abandon_after, load
-from ampctl.distributed.env import StopSignals
+from ampctl.checkpoint.store import (
+    Elsewhere,
+    NoCheckpointError,
+    Store,
+    abandon_after,
+    load,
+)
+from ampctl.distributed.env import StopSignals, choose_device
+from ampctl.distributed.heed import Heed
+from ampctl.distributed.ranks import Ranks, from_environment, joined
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.errors import (
     AmpctlError,
-    CheckpointError,
     InterruptedRunError,
     NumericsError,
     PreemptedError,
 )
-from ampctl.optim import make_skippable
 from ampctl.preflight import without_effect
 from ampctl.recipe import trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
-from ampctl.recipe.schema import Block, by_name
 from ampctl.recipe.target import import_from_current_folder
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
 from ampctl.train import folder, words
 from ampctl.train.log import RunLog
 from ampctl.train.loop import Run, evaluation_was_cut_off, finished, fit
+from ampctl.train.restore import Origin, restore
 
 _REASONS: dict[type[BaseException], str] = {
     PreemptedError: "preempted",
@@ -44,37 +49,42 @@ _REASONS: dict[type[BaseException], str] = {
 }
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The checkpoint that a run goes on from, and the recipe text that was saved in it.
-
-    ``entry`` is its place in the run's own index, where the run may have to go back to it.
-    """
-
-    path: Path
-    payload: dict[str, Any]
-    saved_recipe: LoadedRecipe
-    entry: Entry | None = None
-
-
 def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bool) -> None:
     """Train a recipe in a new run folder, or with ``resume`` go on with the one there.
 
     Raises an AmpctlError whose exit code says how the run ended, if not well.
     """
     import_from_current_folder()
-    where = run_dir or folder.new_run_dir(loaded.recipe.name)
-    if not resume:
-        folder.refuse_to_overwrite(where)
     notes: list[str] = []
-    try:
-        with _stop_signals() as signals, lock.hold(where):
-            origin = _newest(where, notes) if resume else None
+    with _stop_signals() as signals, _joined(loaded) as ranks, ExitStack() as held:
+        where = ranks.of_first(_new_folder(loaded, run_dir, ranks))
+        if ranks.is_first:
+            if run_dir is None:
+                held.callback(folder.discard_unused, where)
+            if not resume:
+                folder.refuse_to_overwrite(where)
+            held.enter_context(lock.hold(where))
             trust.record(loaded)
-            _run(loaded, where, origin, notes, signals, quiet=quiet)
-    finally:
-        if run_dir is None:
-            folder.discard_unused(where)
+        origin = _newest(where, notes, ranks) if resume else None
+        _run(loaded, where, origin, notes, signals, ranks, quiet=quiet)
+
+
+@contextmanager
+def _joined(loaded: LoadedRecipe) -> Iterator[Ranks]:
+    """Join the other processes of the job, if there are any."""
+    ranks, config = from_environment(), loaded.recipe.distributed
+    device = choose_device(loaded.recipe.train.device, ranks)
+    if device.type in ("cuda", "xpu") and ranks.size > 1:
+        torch.get_device_module(device).set_device(device)
+    minutes = config.timeout_minutes
+    with joined(ranks, backend=config.backend, device=device, minutes=minutes):
+        yield ranks
+
+
+def _new_folder(loaded: LoadedRecipe, run_dir: Path | None, ranks: Ranks) -> Path:
+    if run_dir is None and ranks.is_first:
+        return folder.new_run_dir(loaded.recipe.name)
+    return run_dir or Path()
 
 
 def resume(
@@ -92,8 +102,9 @@ def resume(
     """
     import_from_current_folder()
     notes: list[str] = []
+    is_first = from_environment().is_first
     with _stop_signals() as signals, ExitStack() as held:
-        if run_dir is None and folder.holds_run(source):
+        if is_first and run_dir is None and folder.holds_run(source):
             # Before it is read: the run that holds it may be about to save a newer checkpoint.
             held.enter_context(lock.hold(source))
         found = load(source, notify=notes.append)
@@ -101,24 +112,32 @@ def resume(
         saved = parse_recipe(text, where=name)
         notes += [f"trusted: {line}" for line in trust.require_trusted(saved, trust=trusted)]
         loaded = parse_recipe(text, where=name, overrides=overrides)
-        where = run_dir or found.run_dir or folder.new_run_dir(loaded.recipe.name)
-        if run_dir is not None and run_dir != found.run_dir:
-            folder.refuse_to_overwrite(run_dir)
-        if run_dir is not None or not folder.holds_run(source):
-            held.enter_context(lock.hold(where))
-        trust.record(loaded)
-        origin = Origin(
-            found.path, found.payload, saved, found.entry if where == found.run_dir else None
-        )
-        _run(loaded, where, origin, notes, signals, quiet=quiet)
+        ranks = held.enter_context(_joined(loaded))
+        path = ranks.of_first(found.path)
+        if path != found.path:
+            found = load(path, notify=notes.append)
+        where = ranks.of_first(_new_folder(loaded, run_dir or found.run_dir, ranks))
+        if is_first:
+            if run_dir is not None and run_dir != found.run_dir:
+                folder.refuse_to_overwrite(run_dir)
+            if run_dir is not None or not folder.holds_run(source):
+                held.enter_context(lock.hold(where))
+            trust.record(loaded)
+        entry = found.entry if where == found.run_dir else None
+        origin = Origin(found.path, found.payload, saved, entry)
+        _run(loaded, where, origin, notes, signals, ranks, quiet=quiet)
 
 
-def _newest(run_dir: Path, notes: list[str]) -> Origin | None:
+def _newest(run_dir: Path, notes: list[str], ranks: Ranks) -> Origin | None:
     """Return where a requeued run goes on, or None if it has saved nothing yet."""
-    try:
-        found = load(run_dir, notify=notes.append)
-    except NoCheckpointError:
+    found = None
+    if ranks.is_first:
+        with suppress(NoCheckpointError):
+            found = load(run_dir, notify=notes.append)
+    path = ranks.of_first(found.path if found else None)
+    if path is None:
         return None
+    found = found or load(path, notify=notes.append)
     saved = parse_recipe(found.payload["recipe"], where=found.path.name)
     return Origin(found.path, found.payload, saved)
 
@@ -143,21 +162,24 @@ def _run(
     origin: Origin | None,
     notes: list[str],
     signals: StopSignals,
+    ranks: Ranks,
     *,
     quiet: bool,
 ) -> None:
-    console = Console(quiet=quiet)
+    console = Console(quiet=quiet, rank=ranks.rank)
     try:
-        for note in notes:
+        for note in notes if ranks.is_first else ():
             console.warn(note)
-        job = _prepare(loaded, run_dir, origin, console)
+        job = _prepare(loaded, run_dir, origin, console, ranks)
         if job is not None:
-            if origin is not None and origin.entry is not None:
+            if ranks.is_first and origin is not None and origin.entry is not None:
                 _go_back(run_dir, origin.entry, console)
             facts = environment.collect(str(job.state.device))
-            folder.write_facts(run_dir, loaded.text, facts)
+            if ranks.is_first:
+                folder.write_facts(run_dir, loaded.text, facts)
+            ranks.wait()  # its folders are there
             signals.training = True
-            with _log_file(run_dir):
+            with _log_file(run_dir, ranks):
                 _fit(job, run_dir, origin, console, signals, facts)
     finally:
         console.close()
@@ -174,12 +196,13 @@ def _go_back(run_dir: Path, entry: Entry, console: Console) -> None:
 
 
 def _prepare(
-    loaded: LoadedRecipe, run_dir: Path, origin: Origin | None, console: Console
+    loaded: LoadedRecipe, run_dir: Path, origin: Origin | None, console: Console, ranks: Ranks
 ) -> Job | None:
     """Build the job and restore its state; return None if the run is complete already."""
-    job = build_job(loaded)
+    job = build_job(loaded, ranks)
     for finding in preflight(job):
-        console.warn(str(finding))
+        if ranks.is_first:
+            console.warn(str(finding))
     for note in _without_effect(job):
         console.note(note)
     if origin is None:
@@ -187,7 +210,7 @@ def _prepare(
     changes = recipe_changes(origin.saved_recipe, loaded)
     if changes:
         console.note(f"changed since the checkpoint: {', '.join(changes)}")
-    _restore(job, origin, console.note)
+    restore(job, origin, console.note if ranks.is_first else _silent)
     reason = finished(job)
     if reason is None or evaluation_was_cut_off(job):
         return job
@@ -203,25 +226,29 @@ def _fit(
     signals: StopSignals,
     facts: dict[str, Any],
 ) -> None:
-    checkpoint = job.recipe.checkpoint
+    checkpoint, ranks = job.recipe.checkpoint, job.state.ranks
     log = RunLog(
-        MetricsFile(run_dir / folder.METRICS),
+        MetricsFile(run_dir / folder.METRICS) if ranks.is_first else None,
         console,
         every_steps=job.recipe.log.every_steps,
         total_steps=job.total_steps,
         device=job.state.device,
         scaling=job.state.scaler.enabled,
     )
-    store = Store(
-        run_dir,
-        keep_last=checkpoint.keep_last,
-        keep_best=checkpoint.keep_best,
-        monitor=checkpoint.monitor,
-        mode=checkpoint.mode,
-        asynchronous=checkpoint.asynchronous,
-        notify=console.warn,
+    store = (
+        Store(
+            run_dir,
+            keep_last=checkpoint.keep_last,
+            keep_best=checkpoint.keep_best,
+            monitor=checkpoint.monitor,
+            mode=checkpoint.mode,
+            asynchronous=checkpoint.asynchronous,
+            notify=console.warn,
+        )
+        if ranks.is_first
+        else Elsewhere()
     )
-    run = Run(job, run_dir, store, log, signals, facts)
+    run = Run(job, run_dir, store, log, Heed(signals, ranks), facts)
     if origin is not None:
         run.saved_step = job.state.progress.step
     try:
@@ -244,6 +271,10 @@ def _fit(
                 last.callback(job.eval_data.close)
 
 
+def _silent(text: str) -> None:
+    """Leave it to rank 0 to say what all ranks know."""
+
+
 def _end_saves(run: Run) -> None:
     """Let the save that is under way end, and tell it, before the run's last event."""
     try:
@@ -253,56 +284,6 @@ def _end_saves(run: Run) -> None:
     run.log.saved(run.store.finished(), run.run_dir)
 
 
-def _restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
-    """Load the checkpoint into the job. Raises CheckpointError for what does not fit."""
-    payload = origin.payload
-    saved_recipe = origin.saved_recipe.recipe
-    saved_data = payload["data"] or {}
-    length = job.train_data.state_dict().get("num_samples")
-    saved_length = saved_data.get("num_samples")
-    if length is not None and saved_length is not None and length != saved_length:
-        raise CheckpointError(
-            f"the checkpoint does not fit the data: data.train had {saved_length} samples when it "
-            f"was saved and has {length} now, so the order of the samples cannot be continued. "
-            "Bring the data back, or start a new run."
-        )
-    size, saved_size = job.recipe.data.batch_size, saved_recipe.data.batch_size
-    if size != saved_size:
-        raise CheckpointError(
-            f"the checkpoint does not fit the recipe: data.batch_size was {saved_size} when it was "
-            f"saved and is {size} now, and progress and schedule are counted in steps of that many "
-            "samples. Change data.micro_batch_size instead, or start a new run."
-        )
-    if payload["dtype"] != job.state.precision.name:
-        notify(f"resuming in {job.state.precision.name}; it was saved in {payload['dtype']}")
-    names = [updater.name for updater in job.state.updaters]
-    try:
-        job.state.load_state_dict(
-            payload,
-            notify=notify,
-            changed_optimizers=_changed(saved_recipe.optimizer, job.recipe.optimizer, names),
-            changed_schedulers=_changed(saved_recipe.scheduler, job.recipe.scheduler, names),
-        )
-        job.train_data.load_state_dict(saved_data)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"checkpoint {origin.path} cannot be used: its content is not what ampctl saves "
-            f"({type(error).__name__}: {error}); name another one"
-        ) from error
-    for updater in job.state.updaters:
-        make_skippable(updater.optimizer)
-    progress, steps = job.state.progress, job.train_data.steps_per_epoch
-    if steps is not None and progress.batch_in_epoch >= steps:  # data.drop_last, say
-        progress.epoch, progress.batch_in_epoch = progress.epoch + 1, 0
-    payload.clear()  # or a second copy of the state would stay in memory for the whole run
-
-
-def _changed(old: Block | None, new: Block | None, names: Sequence[str]) -> list[str]:
-    """Return the optimizers whose block, or whose schedule's, is another than it was."""
-    before, after = by_name(old), by_name(new)
-    return [n for n in names if before.get(n, before.get("")) != after.get(n, after.get(""))]
-
-
 def _without_effect(job: Job) -> list[str]:
     state = job.state
     notes = without_effect(
@@ -310,6 +291,7 @@ def _without_effect(job: Job) -> list[str]:
         dtype=state.precision.name,
         scaling=state.scaler.enabled,
         device=state.device.type,
+        world_size=state.ranks.size,
     )
     if job.recipe.amp.upcast and not state.upcast:
         notes.append("no effect where no trainable parameter is in half precision: amp.upcast")
@@ -334,9 +316,9 @@ def _tell_start(run: Run, origin: Origin | None) -> None:
 
 
 @contextmanager
-def _log_file(run_dir: Path) -> Iterator[None]:
-    """Keep what libraries and ampctl log in the run's own file."""
-    handler = logging.FileHandler(run_dir / folder.LOG)
+def _log_file(run_dir: Path, ranks: Ranks) -> Iterator[None]:
+    """Keep what libraries and ampctl log in a file of each rank."""
+    handler = logging.FileHandler(run_dir / folder.LOGS / f"rank-{ranks.rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
