@@ -334,10 +334,10 @@ def test_a_device_that_is_not_here_ends_with_5() -> None:
     assert "`ampctl env`" in message
 
 
-def test_more_than_one_process_is_not_supported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for argv in (("train", "recipe.yaml"), ("resume", "d")):
-        assert "not supported yet: more than one process" in ampctl(*argv, code=5).stderr
+        assert "RANK, LOCAL_RANK, MASTER_ADDR" in ampctl(*argv, code=5).stderr
 
 
 @pytest.fixture

@@ -21,6 +21,9 @@ from ampctl.errors import MachineError, NumericsError
 T = TypeVar("T")
 
 
+_PLACE = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The processes of one job.
@@ -113,6 +116,12 @@ def from_environment() -> Ranks:
     size = _number("WORLD_SIZE", 1)
     if size <= 1:
         return ALONE
+    lacking = [name for name in _PLACE if not os.environ.get(name)]
+    if lacking:
+        raise MachineError(
+            f"WORLD_SIZE is {size} in the environment, and {', '.join(lacking)} not set: start "
+            "several processes by --nproc-per-node or torchrun, or unset WORLD_SIZE"
+        )
     return Ranks(_number("RANK", 0), size, _number("LOCAL_RANK", 0))
 
 
