@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,8 @@ def build_state(
     by_design = frozenset(nonfinite(bare.state_dict()))
     task = as_task(_build(loaded, "task", recipe.task))
     _refuse_misfits(loaded, task, updaters)
+    if getattr(bare, "_ddp_params_and_buffers_to_ignore", ()):
+        ranks = replace(ranks, shares_verdict=True)  # these gradients are not averaged
     local: Any = bare
     if recipe.train.compile is not False:
         local = _compiled(loaded, bare, task)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from test_resume_exact import assert_same, last
 from torch import Tensor, multiprocessing, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -246,3 +245,19 @@ def test_sg3_a_signal_to_one_rank_stops_all_at_one_step_with_one_checkpoint(numb
     assert events("a", "stop")[-1]["reason"] == "preempted"
     ranks(2, "", "data.train.delay_s=0", resume="a")
     assert_close(last(Path("a")), one("one"), "float32")
+
+
+class Branch(Net):
+    """A layer that takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(8, 4)
+
+
+def test_dd4_unused_parameters_are_named_with_the_key_that_allows_them() -> None:
+    branch = "model={_target_: test_ddp.Branch}"
+    with pytest.raises(Exception, match=r"2 parameters take no part .*unused\.weight"):
+        ranks(2, "a", branch)
+    ranks(2, "b", branch, "distributed.find_unused_parameters=true", "train.max_steps=3")
+    assert last(Path("b"))["progress"]["updates"] == 3

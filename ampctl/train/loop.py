@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,14 +14,14 @@ from ampctl.checkpoint.store import Elsewhere, Store
 from ampctl.data.workers import WorkerError
 from ampctl.distributed.heed import Heed
 from ampctl.doctor.misfit import in_words
-from ampctl.doctor.nonfinite import Diagnosis, examine
+from ampctl.doctor.nonfinite import examine
 from ampctl.errors import NumericsError, RecipeError, UsageError, first_of
 from ampctl.monitor import Patience, is_better
 from ampctl.preflight import unknown_metric
 from ampctl.state import Progress, StepReport
 from ampctl.step import settle, train_step
+from ampctl.train import words
 from ampctl.train.evaluate import evaluate
-from ampctl.train.folder import RECIPE
 from ampctl.train.log import RunLog
 
 SCALES_SHOWN = 8
@@ -102,6 +101,8 @@ def _epoch(run: Run) -> None:
             if told is None:
                 raise
             raise told from error
+        if not run.windows:
+            require_all_used(job)
         run.windows.append((progress.step, window))
         progress.batch_in_epoch += 1
         progress.samples += samples
@@ -124,6 +125,24 @@ def _epoch(run: Run) -> None:
             )
         progress.epoch, progress.batch_in_epoch = epoch + 1, 0
         _boundary(run, epoch_ended=True)
+
+
+def require_all_used(job: Job) -> None:
+    """After the first step on several ranks, raise UsageError for parameters without a gradient.
+
+    DDP waits for the gradient of each parameter, and says at the next step that one did not come.
+    """
+    state = job.state
+    if state.ranks.size == 1 or job.recipe.distributed.find_unused_parameters:
+        return
+    trained = set(map(id, state.parameters))
+    unused = [n for n, p in state.bare.named_parameters() if id(p) in trained and p.grad is None]
+    if unused:
+        raise UsageError(
+            f"distributed: {len(unused)} parameters take no part in the loss of the first step: "
+            f"{first_of(unused)}. Several ranks wait for the gradient of each parameter: freeze "
+            "these (requires_grad=False), or set distributed.find_unused_parameters=true"
+        )
 
 
 def _due(run: Run) -> bool:
@@ -212,42 +231,10 @@ def _take(run: Run, report: StepReport) -> None:
         tensor=diagnosis.tensor,
         advice=diagnosis.advice,
     )
-    raise NumericsError(_numerics_message(run, report, diagnosis))
-
-
-def _row(report: StepReport, progress: Progress) -> str:
-    """Say what lasted too long: steps, or the turns of an optimizer that has some of them only."""
-    count = report.consecutive_skips
-    if count > progress.consecutive_skips:
-        names = [n for n, row in progress.optimizer_skips_in_a_row.items() if row == count]
-        return f"{count} non-finite turns of {', '.join(names)} in a row"
-    row = "the first non-finite step" if count == 1 else f"{count} non-finite steps in a row"
-    return f"{row}; the last good step was {report.step - count}"
-
-
-def _numerics_message(run: Run, report: StepReport, diagnosis: Diagnosis) -> str:
-    row = _row(report, run.progress)
-    history = " -> ".join(f"{scale:g} (step {step})" for step, scale in run.scales)
     saved = run.store.wait()
-    command = f"ampctl resume {run.run_dir}" if saved else f"ampctl train {run.run_dir / RECIPE}"
-    change = f" {shlex.quote(diagnosis.override)}" if diagnosis.override else ""
-    lines = [
-        f"stopped at step {report.step}: {row}",
-        f"  cause:  {diagnosis.cause}",
-        *(f"  seen:   {fact}" for fact in diagnosis.facts),
-        *([f"  scale:  {history}"] if history else []),
-        f"  advice: {diagnosis.advice}",
-        f"  next:   `{command}{change}`" + ("" if change else ", once this is mended"),
-        f"  {_untouched(report)} not touched by these steps; "
-        + (f"the newest checkpoint is {saved}" if saved else "no checkpoint was saved before them"),
-    ]
-    return "\n".join(lines)
-
-
-def _untouched(report: StepReport) -> str:
-    skipped = [name for name, own in report.optimizers.items() if own["skipped"]]
-    whose = "" if len(skipped) == len(report.optimizers) else f" of {', '.join(skipped)}"
-    return f"weights{whose} were"
+    raise NumericsError(
+        words.stopped(report, run.progress, diagnosis, run.scales, run.run_dir, saved)
+    )
 
 
 def _evaluate(run: Run) -> None:

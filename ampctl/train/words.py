@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 from ampctl.build import Job, micro_batch_size
+from ampctl.doctor.nonfinite import Diagnosis
 from ampctl.errors import first_of
 from ampctl.optim import describe_groups
+from ampctl.state import Progress, StepReport
+from ampctl.train.folder import RECIPE
 
 
 def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
@@ -80,6 +85,47 @@ def ending(job: Job, run_dir: Path, reason: str) -> list[str]:
         figures = "  ".join(f"{name} {value:.4g}" for name, value in progress.metrics.items())
         lines.append(f"last {figures}")
     return [*lines, f"run folder: {run_dir}", _extend(job, run_dir)]
+
+
+def stopped(
+    report: StepReport,
+    progress: Progress,
+    diagnosis: Diagnosis,
+    scales: Iterable[tuple[int, float]],
+    run_dir: Path,
+    saved: Path | None,
+) -> str:
+    """Say why a run stopped itself over non-finite steps, and how to go on."""
+    history = " -> ".join(f"{scale:g} (step {step})" for step, scale in scales)
+    command = f"ampctl resume {run_dir}" if saved else f"ampctl train {run_dir / RECIPE}"
+    change = f" {shlex.quote(diagnosis.override)}" if diagnosis.override else ""
+    lines = [
+        f"stopped at step {report.step}: {_row(report, progress)}",
+        f"  cause:  {diagnosis.cause}",
+        *(f"  seen:   {fact}" for fact in diagnosis.facts),
+        *([f"  scale:  {history}"] if history else []),
+        f"  advice: {diagnosis.advice}",
+        f"  next:   `{command}{change}`" + ("" if change else ", once this is mended"),
+        f"  {_untouched(report)} not touched by these steps; "
+        + (f"the newest checkpoint is {saved}" if saved else "no checkpoint was saved before them"),
+    ]
+    return "\n".join(lines)
+
+
+def _row(report: StepReport, progress: Progress) -> str:
+    """Say what lasted too long: steps, or the turns of an optimizer that has some of them only."""
+    count = report.consecutive_skips
+    if count > progress.consecutive_skips:
+        names = [n for n, row in progress.optimizer_skips_in_a_row.items() if row == count]
+        return f"{count} non-finite turns of {', '.join(names)} in a row"
+    row = "the first non-finite step" if count == 1 else f"{count} non-finite steps in a row"
+    return f"{row}; the last good step was {report.step - count}"
+
+
+def _untouched(report: StepReport) -> str:
+    skipped = [name for name, own in report.optimizers.items() if own["skipped"]]
+    whose = "" if len(skipped) == len(report.optimizers) else f" of {', '.join(skipped)}"
+    return f"weights{whose} were"
 
 
 def already_complete(job: Job, run_dir: Path, reason: str) -> list[str]:
