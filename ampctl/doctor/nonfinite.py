@@ -41,7 +41,8 @@ _HIDDEN_SHOWN = 3
 class Diagnosis:
     """What is at fault, in words; ``module`` and ``tensor`` name it where one can be named.
 
-    ``override`` is a ``KEY=VALUE`` to go on with, where one helps.
+    ``override`` is a ``KEY=VALUE`` to go on with, where one helps. ``is_reproduced``: whether the
+    step was bad again when it was run again.
     """
 
     cause: str
@@ -50,6 +51,7 @@ class Diagnosis:
     tensor: str | None = None
     facts: tuple[str, ...] = ()
     override: str | None = None
+    is_reproduced: bool = True
 
 
 def examine(state: TrainState, window: Sequence[Any], *, step: int | None = None) -> Diagnosis:
@@ -104,6 +106,7 @@ def _verdict(
             "resume from the newest checkpoint; if it stops again, lower amp.init_scale",
             module=low.hidden[0].place.module if low.hidden else None,
             override=f"amp.init_scale={state.scale_on_host / 2:g}" if _scales(state) else None,
+            is_reproduced=False,
         )
     if low.first is not None and low.first.node is not None and _scales(state):
         unscaled = tried(without_scale(state), window)

@@ -14,13 +14,13 @@ from ampctl.checkpoint.store import Elsewhere, Store
 from ampctl.data.workers import WorkerError
 from ampctl.distributed.heed import Heed
 from ampctl.doctor.misfit import in_words
-from ampctl.doctor.nonfinite import examine
 from ampctl.errors import NumericsError, RecipeError, UsageError, first_of
 from ampctl.monitor import Patience, is_better
 from ampctl.preflight import unknown_metric
 from ampctl.state import Progress, StepReport
 from ampctl.step import settle, train_step
 from ampctl.train import words
+from ampctl.train.across_ranks import diagnose, require_all_used
 from ampctl.train.evaluate import evaluate
 from ampctl.train.log import RunLog
 
@@ -127,24 +127,6 @@ def _epoch(run: Run) -> None:
         _boundary(run, epoch_ended=True)
 
 
-def require_all_used(job: Job) -> None:
-    """After the first step on several ranks, raise UsageError for parameters without a gradient.
-
-    DDP waits for the gradient of each parameter, and says at the next step that one did not come.
-    """
-    state = job.state
-    if state.ranks.size == 1 or job.recipe.distributed.find_unused_parameters:
-        return
-    trained = set(map(id, state.parameters))
-    unused = [n for n, p in state.bare.named_parameters() if id(p) in trained and p.grad is None]
-    if unused:
-        raise UsageError(
-            f"distributed: {len(unused)} parameters take no part in the loss of the first step: "
-            f"{first_of(unused)}. Several ranks wait for the gradient of each parameter: freeze "
-            "these (requires_grad=False), or set distributed.find_unused_parameters=true"
-        )
-
-
 def _due(run: Run) -> bool:
     """Return whether the step just taken ends with an evaluation or a checkpoint."""
     step, recipe = run.progress.step, run.job.recipe
@@ -223,7 +205,7 @@ def _take(run: Run, report: StepReport) -> None:
     if amp.nonfinite == "skip" and report.consecutive_skips < amp.max_skips:
         return
     window = next((batches for step, batches in run.windows if step == report.step), [])
-    diagnosis = examine(run.job.state, window, step=report.step - 1)
+    diagnosis = diagnose(run.job.state, window, step=report.step - 1)
     run.log.diagnosis(
         report.step,
         cause=diagnosis.cause,
