@@ -1,4 +1,4 @@
-"""What several ranks find out together: whose batch was bad, and whether all parameters are used."""
+"""What several ranks find out together: whose batch was bad, and which parameters are unused."""
 
 from __future__ import annotations
 
