@@ -240,10 +240,10 @@ def test_the_keys_and_defaults_shown_are_those_of_the_schema(folder: Path) -> No
         if "." in name:  # of early_stop, which is shown on one line in a comment
             assert name.rpartition(".")[2] in whole
         elif not name:
-            assert key in shown or key in limits or key == "distributed", key
-        elif section != "distributed" and name not in shown[section]:
+            assert key in shown or key in limits, key
+        elif name not in shown[section]:
             assert f"`{key}" in limits, f"{key} is neither shown nor listed as a limit"
-    for section in ("amp", "train", "checkpoint", "log"):
+    for section in ("amp", "train", "checkpoint", "distributed", "log"):
         for name, value in shown[section].items():
             if (section, name) != ("train", "max_epochs"):
                 assert value == defaults[section][name], f"{section}.{name}"
