@@ -9,6 +9,8 @@ from ampctl.distributed.env import StopSignals
 from ampctl.distributed.ranks import Ranks
 
 EVERY_SECONDS = 0.5
+MOST_LOOKS = 64
+"""What bounds the delay where looks become slow at once."""
 
 
 class Heed:
@@ -50,6 +52,11 @@ class Heed:
         number, due, looks = self._ranks.largest(own, due, wanted)
         if number and self._agreed is None:
             self._agreed = signal.Signals(int(number))
-        self._looks = self._looks_left = max(1, min(int(looks), 2 * self._looks))
+        self._looks = self._looks_left = max(1, min(int(looks), 2 * self._looks, MOST_LOOKS))
         self._since = time.monotonic()
         return bool(due)
+
+    def begin(self) -> None:
+        """Agree at the next look: an evaluation's are further apart than those of the training."""
+        self._looks = self._looks_left = 1
+        self._since = time.monotonic()

@@ -97,8 +97,9 @@ class Ranks:
 
     def require_equal(self, what: str, value: float) -> None:
         """Raise NumericsError on every rank, naming ranks and values, if a value differs."""
-        values = self.gather(value)
-        if any(each != values[0] for each in values):
+        largest, negative = self.largest(value, -value)
+        if largest != -negative:
+            values = self.gather(value)
             told = ", ".join(f"{each:g} on rank {rank}" for rank, each in enumerate(values))
             raise NumericsError(
                 f"{what} differs between ranks: {told}. They no longer train one model: a rank "

@@ -224,6 +224,7 @@ def _evaluate(run: Run) -> None:
     data, progress, recipe = run.job.eval_data, run.progress, run.job.recipe
     if data is None or progress.evaluated_step == progress.step:
         return
+    run.heed.begin()
     with run.log.console.evaluating(len(data)) as shown:
 
         def proceed() -> bool:
