@@ -17,6 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from ampctl import __version__
+from ampctl.distributed import failure, launch, member
+from ampctl.distributed.plan import Options
 from ampctl.errors import AmpctlError, InterruptedRunError, UsageError
 
 app = typer.Typer(
@@ -54,20 +56,77 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Warnings and the last line
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def _torchrun(*names: str, metavar: str, help: str) -> Any:
+    panel = "Several processes (torchrun's own options)"
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel)
+
+
+NprocPerNode = Annotated[
+    str | None,
+    _torchrun(
+        "--nproc-per-node", metavar="N|auto", help="Processes on this node; auto: one for each GPU."
+    ),
+]
+Nnodes = Annotated[
+    str | None, _torchrun("--nnodes", metavar="N|MIN:MAX", help="Nodes; each runs this command.")
+]
+NodeRank = Annotated[
+    int | None,
+    _torchrun("--node-rank", metavar="N", help="This node's number, for the static backend."),
+]
+RdzvBackend = Annotated[
+    str | None,
+    _torchrun("--rdzv-backend", metavar="NAME", help="How nodes meet: c10d (as it is), static."),
+]
+RdzvEndpoint = Annotated[
+    str | None,
+    _torchrun("--rdzv-endpoint", metavar="HOST:PORT", help="Where nodes meet: one of them."),
+]
+RdzvId = Annotated[
+    str | None, _torchrun("--rdzv-id", metavar="ID", help="The job's name, the same on each node.")
+]
+MaxRestarts = Annotated[
+    int | None,
+    _torchrun(
+        "--max-restarts",
+        metavar="N",
+        help="Starts anew, from the newest checkpoint, after a crash of a process.",
+    ),
+]
+
+
 @contextmanager
 def told() -> Iterator[None]:
-    """Tell an error of ours in words on stderr, and end with its exit code."""
+    """Tell an error of ours in words on stderr, and end with its exit code.
+
+    A rank leaves its error, of whatever kind, to its launcher, which tells the first of all ranks.
+    """
+    try:
+        with _no_sys_exit():
+            yield
+    except AmpctlError as error:
+        if failure.record(error):
+            typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt:
+        if failure.record(InterruptedRunError("interrupted")):
+            typer.echo("interrupted", err=True)
+        raise typer.Exit(InterruptedRunError.exit_code) from None
+    except Exception as error:
+        if not member.is_rank():
+            raise
+        if failure.record(error):
+            typer.echo(failure.as_traceback(error), err=True)
+        raise typer.Exit(AmpctlError.exit_code) from error
+
+
+@contextmanager
+def _no_sys_exit() -> Iterator[None]:
+    """Let a run that the user's own code ends not look like one that is done."""
     try:
         yield
-    except AmpctlError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from error
     except SystemExit as error:
-        # Of the user's own code; a run that it ends must not look like one that is done.
         raise RuntimeError(f"sys.exit({error.code!r}) was called in the midst of it") from error
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(InterruptedRunError.exit_code) from None
 
 
 def _version(asked: bool) -> None:
@@ -97,17 +156,32 @@ def train(
         ),
     ] = Resume.never,
     quiet: Quiet = False,
+    nproc_per_node: NprocPerNode = None,
+    nnodes: Nnodes = None,
+    node_rank: NodeRank = None,
+    rdzv_backend: RdzvBackend = None,
+    rdzv_endpoint: RdzvEndpoint = None,
+    rdzv_id: RdzvId = None,
+    max_restarts: MaxRestarts = None,
 ) -> None:
     """Train a recipe."""
     with told():
         from ampctl.recipe.load import load_recipe
 
+        meeting = (node_rank, rdzv_backend, rdzv_endpoint, rdzv_id)
+        options = Options(nproc_per_node, nnodes, *meeting, max_restarts)
         if resume is Resume.auto and run_dir is None:
             raise UsageError("--resume auto looks for the run in --run-dir: give one")
         loaded = load_recipe(recipe, overrides or ())
-        from ampctl.train import worker
-
-        worker.train(loaded, run_dir=run_dir, resume=resume is Resume.auto, quiet=quiet)
+        launch.train(
+            loaded,
+            [recipe, *(overrides or ())],
+            options,
+            run_dir=run_dir,
+            resume=resume is Resume.auto,
+            quiet=quiet,
+            notify=_warn,
+        )
 
 
 @app.command()
@@ -126,12 +200,27 @@ def resume(
     trust: Annotated[
         bool, typer.Option("--trust", help="Build what the recipe in the checkpoint names.")
     ] = False,
+    nproc_per_node: NprocPerNode = None,
+    nnodes: Nnodes = None,
+    node_rank: NodeRank = None,
+    rdzv_backend: RdzvBackend = None,
+    rdzv_endpoint: RdzvEndpoint = None,
+    rdzv_id: RdzvId = None,
+    max_restarts: MaxRestarts = None,
 ) -> None:
     """Go on with a run from a checkpoint, exactly; nothing else is needed."""
     with told():
-        from ampctl.train import worker
-
-        worker.resume(checkpoint, overrides or (), run_dir=run_dir, trusted=trust, quiet=quiet)
+        meeting = (node_rank, rdzv_backend, rdzv_endpoint, rdzv_id)
+        options = Options(nproc_per_node, nnodes, *meeting, max_restarts)
+        launch.resume(
+            checkpoint,
+            overrides or (),
+            options,
+            run_dir=run_dir,
+            trusted=trust,
+            quiet=quiet,
+            notify=_warn,
+        )
 
 
 @app.command()
@@ -248,3 +337,7 @@ def _echo(text: str) -> None:
     except BrokenPipeError:
         # The reader of a pipe has what it wanted (`ampctl show digits | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _warn(text: str) -> None:
+    typer.echo(text, err=True)

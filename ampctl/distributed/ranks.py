@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ampctl.errors import MachineError, NumericsError
 
@@ -140,9 +141,16 @@ def joined(ranks: Ranks, *, backend: str, device: torch.device, minutes: float) 
         backend = {"cuda": "nccl", "xpu": "xccl"}.get(device.type, "gloo")
     wanted = backend if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"
     try:
+        timeout = timedelta(minutes=minutes)
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))
+        # Torchelastic's store outlives a restart, with the addresses of ranks that are gone.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
         dist.init_process_group(
             wanted,
-            timeout=timedelta(minutes=minutes),
+            store=dist.PrefixStore(f"attempt-{attempt}", store),  # type: ignore[attr-defined]
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=timeout,
             device_id=device if backend != "gloo" else None,
         )
     except (RuntimeError, ValueError) as error:  # DistError and its kin are RuntimeErrors

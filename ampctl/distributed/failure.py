@@ -1,0 +1,169 @@
+"""How a rank ended, carried to its launcher: its error, exit code, and which rank was first.
+
+A rank leaves its error in the file that torchelastic names, in torchelastic's format, so that plain
+`torchrun` shows it too. Saying it on the screen is left to the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ampctl.distributed.member import LAUNCHER
+from ampctl.errors import AmpctlError, InterruptedRunError, MachineError, PreemptedError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_STOPPED = (PreemptedError.exit_code, InterruptedRunError.exit_code)
+_STOPPING = {
+    -signal.SIGTERM: PreemptedError.exit_code,
+    -signal.SIGUSR1: PreemptedError.exit_code,
+    -signal.SIGINT: InterruptedRunError.exit_code,
+}
+_PEER_IS_GONE = re.compile(r"connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
+_AT_ONCE_S = 5
+"""A rank that was killed so long after the first failure was killed because of it."""
+
+
+class RankFailedError(AmpctlError):
+    """A rank ended; the words and the exit code are those of the rank that failed first."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def record(error: BaseException) -> bool:
+    """Leave an error for the launcher; return whether this process must tell it itself.
+
+    It must where there is no launcher of ours to do it. Under plain ``torchrun`` the first rank of
+    a machine tells it, before the summary that torchrun ends with. The format is that of
+    torch.distributed.elastic.multiprocessing.errors.
+    """
+    name = os.environ.get(_ERROR_FILE)
+    if not name:
+        return True
+    file = Path(name)
+    text = f"{error}" if isinstance(error, AmpctlError) else as_traceback(error)
+    of_peer = _follows_from_a_peer(error)
+    content = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"py_callstack": text, "timestamp": f"{int(time.time())}"},
+        },
+        "ampctl": {
+            "text": text,
+            "in_words": isinstance(error, AmpctlError),
+            "exit_code": error.exit_code if isinstance(error, AmpctlError) else 1,
+            "of_peer": of_peer,
+            "time": time.time(),
+        },
+    }
+    part = file.with_suffix(".tmp")
+    try:
+        part.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(part, file)
+    except OSError:  # no room, say: better told by each rank than by none
+        return True
+    if os.environ.get(LAUNCHER) == f"{os.getppid()}":
+        return False
+    return _claim(file.parent.parent / ("told-of-peer" if of_peer else "told"))
+
+
+def as_traceback(error: BaseException) -> str:
+    """Return the traceback of an error as the interpreter prints it."""
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def cause(failures: Mapping[int, ProcessFailure]) -> RankFailedError:
+    """Return the error of the rank that the others followed, of failures by global rank.
+
+    First come errors of a rank's own, then ranks that were killed, then those that stopped because
+    they were asked to or because another rank was gone; among equals the first in time.
+    """
+    if not failures:
+        return RankFailedError("a rank ended and said nothing", MachineError.exit_code)
+    started = min(failure.timestamp for failure in failures.values())
+    rank = min(failures, key=lambda each: _order(failures[each], started))
+    failure = failures[rank]
+    told = _told(failure)  # with its own code: the agent's SIGTERM may find it on its way out
+    if told is None:
+        return _unsaid(rank, failure)
+    if not told["in_words"]:
+        return RankFailedError(f"rank {rank} failed\n{told['text']}", told["exit_code"])
+    others = [_told(other) for other in failures.values()]
+    is_common = rank == 0 or all(each and each["text"] == told["text"] for each in others)
+    return RankFailedError(
+        told["text"] if is_common else f"rank {rank}: {told['text']}", told["exit_code"]
+    )
+
+
+def _order(failure: ProcessFailure, started: float) -> tuple[int, float]:
+    told = _told(failure)
+    if told is not None:
+        follows = told["of_peer"] or told["exit_code"] in _STOPPED
+        return (2 if follows else 0), told["time"]
+    # Its time is that of its discovery in whole seconds, and comes after what was written down.
+    was_asked = failure.exitcode in _STOPPING
+    is_late = failure.timestamp > started + _AT_ONCE_S
+    return (2 if was_asked or is_late else 1), failure.timestamp + 1.0
+
+
+def _told(failure: ProcessFailure) -> dict[str, Any] | None:
+    told: dict[str, Any] | None = failure.error_file_data.get("ampctl")
+    return told
+
+
+def _unsaid(rank: int, failure: ProcessFailure) -> RankFailedError:
+    """Say what can be said of a rank that ended without a word."""
+    who, code = f"rank {rank} (process {failure.pid})", failure.exitcode
+    if code in _STOPPING:
+        name = signal.Signals(-code).name
+        return RankFailedError(f"{who} was ended by {name} before it could save", _STOPPING[code])
+    if code == -signal.SIGKILL:
+        return RankFailedError(
+            f"{who} was killed (SIGKILL). Most often it is the kernel that does so, when memory "
+            "runs out: the system log names the process then. Make data.micro_batch_size or "
+            "data.num_workers smaller, and go on from the newest checkpoint with `ampctl resume`.",
+            MachineError.exit_code,
+        )
+    if code < 0:
+        return RankFailedError(
+            f"{who} crashed ({failure.signal_name()}), most often in native code; the stack "
+            "above, if there is one, is where it was",
+            AmpctlError.exit_code,
+        )
+    return RankFailedError(f"{who} ended with code {code} and did not say why", code)
+
+
+def _follows_from_a_peer(error: BaseException) -> bool:
+    """Tell whether an error only says that another rank is gone."""
+    return any(
+        any(kind.__name__ == "DistError" for kind in type(each).__mro__)
+        or (isinstance(each, RuntimeError) and bool(_PEER_IS_GONE.search(f"{each}")))
+        for each in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _claim(path: Path) -> bool:
+    """Return whether this process is the first to ask."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

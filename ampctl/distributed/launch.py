@@ -1,0 +1,166 @@
+"""A recipe and a number of processes: train here, or start that many ranks and wait for them.
+
+What must be right before any rank starts is checked here, once; `plan` says how many there are,
+`agent` has them, `ampctl.train.worker` what each does. Nothing imports torch until then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ampctl.distributed.member import LAUNCHER, is_restarted
+from ampctl.distributed.plan import Options, Plan, plan_for, refuse_in_rank
+from ampctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from ampctl.recipe.load import LoadedRecipe
+    from ampctl.recipe.schema import Recipe
+
+Notify = Callable[[str], None]
+
+
+def train(
+    loaded: LoadedRecipe,
+    words: Sequence[str],
+    options: Options,
+    *,
+    run_dir: Path | None,
+    resume: bool,
+    quiet: bool,
+    notify: Notify,
+) -> None:
+    """Train a recipe here, or in ranks that each read ``words``: the recipe and its overrides.
+
+    Raises UsageError and MachineError for options that cannot be, RankFailedError for a rank that
+    failed, and what :func:`ampctl.train.worker.train` raises. ``notify`` is told of restarts.
+    """
+    _import_torch(options)
+    plan = plan_for(options, loaded.recipe)
+    if plan is None:
+        from ampctl.train import worker
+
+        worker.train(loaded, run_dir=run_dir, resume=resume or is_restarted(), quiet=quiet)
+        return
+    if run_dir is None and plan.nodes > 1 and options.max_restarts:
+        raise UsageError(
+            "--max-restarts on several nodes goes on from the checkpoints in --run-dir: give one "
+            "that all nodes can read"
+        )
+    with _run_folder(run_dir, loaded.recipe.name, plan, resume=resume) as where:
+        flags = [*_if_any("--run-dir", where), *_if(resume, "--resume=auto")]
+        _start(plan, ["train", *flags, *_if(quiet, "--quiet"), "--", *words], notify)
+
+
+def resume(
+    source: Path,
+    overrides: Sequence[str],
+    options: Options,
+    *,
+    run_dir: Path | None,
+    trusted: bool,
+    quiet: bool,
+    notify: Notify,
+) -> None:
+    """Go on from a checkpoint here or in ranks. Raises as :func:`train`, and CheckpointError."""
+    refuse_in_rank(options)
+    _import_torch(options)
+    plan = None
+    if options.given():  # without any, the worker alone reads the checkpoint
+        recipe, found = _examine(source, overrides, trusted=trusted)
+        plan = plan_for(options, recipe)
+    if plan is None:
+        from ampctl.train import worker
+
+        if is_restarted() and run_dir is not None and any(run_dir.glob("checkpoints/step-*.pt")):
+            source = run_dir
+        worker.resume(source, overrides, run_dir=run_dir, trusted=trusted, quiet=quiet)
+        return
+    goes_on = run_dir is None or run_dir == found
+    with _run_folder(run_dir or found, recipe.name, plan, resume=goes_on) as where:
+        flags = [*_if_any("--run-dir", where), *_if(trusted, "--trust"), *_if(quiet, "--quiet")]
+        _start(plan, ["resume", *flags, "--", f"{source}", *overrides], notify)
+
+
+def _examine(
+    source: Path, overrides: Sequence[str], *, trusted: bool
+) -> tuple[Recipe, Path | None]:
+    """Read a checkpoint as the ranks will; return its recipe and the run folder that it lies in.
+
+    Raises CheckpointError if it cannot be used or trusted, RecipeError for an override.
+    """
+    from ampctl.checkpoint.store import load
+    from ampctl.recipe import trust
+    from ampctl.recipe.load import parse_recipe
+
+    found = load(source, notify=lambda _: None)  # rank 0 says it
+    text, name = found.payload["recipe"], f"recipe of {found.path.name}"
+    trust.require_trusted(parse_recipe(text, where=name), trust=trusted)
+    return parse_recipe(text, where=name, overrides=overrides).recipe, found.run_dir
+
+
+@contextmanager
+def _run_folder(
+    run_dir: Path | None, name: str, plan: Plan, *, resume: bool
+) -> Iterator[Path | None]:
+    """Settle the run folder once for all ranks; on several nodes rank 0 makes a new one."""
+    from ampctl.train import folder
+
+    if run_dir is not None or plan.nodes > 1:
+        if run_dir is not None and not resume:
+            folder.refuse_to_overwrite(run_dir)
+        yield run_dir
+        return
+    made = folder.new_run_dir(name)
+    try:
+        yield made
+    finally:
+        folder.discard_unused(made)
+
+
+def _start(plan: Plan, argv: Sequence[str], notify: Notify) -> None:
+    from ampctl.distributed import agent
+
+    cores = len(os.sched_getaffinity(0))
+    variables = {
+        LAUNCHER: f"{os.getpid()}",
+        # Torchrun's own choice is 1, which leaves cores idle where the work is on the CPU.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+        or f"{max(1, cores // plan.processes)}",
+    }
+    with _environment(variables):  # which the ranks inherit
+        agent.run(plan.torchrun, argv, timeout_s=plan.timeout_s, notify=notify)
+
+
+def _import_torch(options: Options) -> None:
+    """Let torch's native code print no stack frames while nodes wait for each other.
+
+    It reads how much it may say once, when it is loaded. The ranks are not bound by it.
+    """
+    if options.rdzv_endpoint and "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        with _environment({"TORCH_CPP_LOG_LEVEL": "FATAL"}):
+            import torch  # noqa: F401
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _if(condition: bool, flag: str) -> list[str]:
+    return [flag] if condition else []
+
+
+def _if_any(flag: str, value: Path | None) -> list[str]:
+    return [] if value is None else [f"{flag}={value}"]

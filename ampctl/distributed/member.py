@@ -1,0 +1,49 @@
+"""What a process is to the launcher that started it: a rank that ends when the launcher does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+LAUNCHER = "AMPCTL_LAUNCHER"
+"""Set for the ranks of ``ampctl``'s own launcher: its process id."""
+
+VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
+"""What launchers set for ranks; the first alone will do, or the other two."""
+
+_GRACE_S = 30
+"""How long a rank without a launcher has to save: as long as torchrun gives it."""
+
+
+def is_rank() -> bool:
+    """Return whether a launcher, torchrun or another one, has started this process as a rank."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def end_with_launcher() -> None:
+    """Watch the launcher of this rank: where it is gone, stop as if SIGTERM had come.
+
+    All ranks do so at once, hence they can still agree and save; one that cannot is killed. Only
+    torchelastic is watched: of another launcher the parent may be a shell that comes and goes.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+    if launcher == 1:  # it may have ended before this line was reached
+        launcher = int(os.environ.get(LAUNCHER, launcher))
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+def is_restarted() -> bool:
+    """Return whether torchelastic has started this rank anew after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
