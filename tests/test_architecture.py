@@ -52,7 +52,17 @@ FLOORS = {
     "__main__": 6,
     "cli": 6,
 }
-LIGHT = ("cli", "distributed.launch", "__main__", "errors", "recipe.schema", "recipe.load")
+LIGHT = (
+    "cli",
+    "distributed.launch",
+    "distributed.plan",
+    "distributed.member",
+    "distributed.failure",
+    "__main__",
+    "errors",
+    "recipe.schema",
+    "recipe.load",
+)
 LONGEST_FILE = 350
 MAY_PRINT = ("cli", "track")
 

@@ -65,7 +65,7 @@ def discard_unused(run_dir: Path) -> None:
     if holds_run(run_dir):
         return
     with suppress(OSError):
-        (run_dir / LOCK_FILE).unlink()
+        (run_dir / LOCK_FILE).unlink(missing_ok=True)
         for path in (run_dir, run_dir.parent, ROOT):
             path.rmdir()
 
