@@ -171,7 +171,7 @@ def test_only_the_screen_prints() -> None:
 
 
 def test_no_except_catches_all_and_goes_on() -> None:
-    """A bare or broad ``except`` must end in a ``raise``."""
+    """A bare or broad ``except`` must end in a ``raise``, or hand on what it caught."""
     found = []
     for module, tree in TREES.items():
         for node in ast.walk(tree):
@@ -179,6 +179,11 @@ def test_no_except_catches_all_and_goes_on() -> None:
                 continue
             names = {name.id for name in ast.walk(node.type or tree) if isinstance(name, ast.Name)}
             broad = node.type is None or names & {"Exception", "BaseException"}
-            if broad and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
+            handed_on = any(
+                isinstance(inner, ast.Raise)
+                or (isinstance(inner, ast.Name) and node.name and inner.id == node.name)
+                for inner in ast.walk(node)
+            )
+            if broad and not handed_on:
                 found.append(f"{FILES[module]}:{node.lineno}")
     assert not found, found
