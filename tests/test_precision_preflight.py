@@ -675,6 +675,18 @@ def test_ac9_a_recipe_for_a_gpu_is_checked_where_there_is_none() -> None:
     check("train.device=gpu", code=2)
 
 
+@needs_no_cuda
+@pytest.mark.usefixtures("recipe")
+def test_check_says_which_settings_have_no_effect_on_the_device_that_is_meant() -> None:
+    ignored = ("amp.dtype=bfloat16", "amp.init_scale=1024", "amp.reduced_precision_reduction=false")
+    ignored += ("distributed.timeout_minutes=5",)  # of as many processes as train is given
+    scale = "in bfloat16, which needs no loss scale: amp.init_scale\n"
+    said = check(*ignored, "train.device=cpu").stdout
+    assert f"no effect:   on cpu: amp.reduced_precision_reduction; {scale}" in said
+    assert f"no effect:   {scale}" in check(*ignored, "train.device=cuda").stdout
+    assert "no effect" not in check().stdout
+
+
 @pytest.mark.usefixtures("recipe")
 def test_a_warning_is_said_once_and_is_in_the_json() -> None:
     said = check("model.eps=1e-8", "amp.dtype=float16")

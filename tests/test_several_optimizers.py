@@ -709,7 +709,7 @@ def test_an_evaluation_needs_a_loss(recipe: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RecipeError, match=r"data\.eval: Gan has losses, and no method loss"):
         check_recipe(load_recipe("gan.yaml"))
     assert check_recipe(load_recipe("gan.yaml", ["data.eval=null"]))["optimizer"] == (
-        "generator: Adam, fused, critic: SGD, fused"
+        "generator: Adam, fused; critic: SGD, fused"
     )
 
 

@@ -24,6 +24,7 @@ from ampctl.recipe.target import import_from_current_folder
 from ampctl.state import StepReport, TrainState
 from ampctl.step import settle, train_step
 from ampctl.track.console import Console
+from ampctl.train import words
 from ampctl.train.evaluate import evaluate
 from ampctl.updater import Updater
 
@@ -57,12 +58,16 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
     console = Console(quiet=True)
     for finding in findings:
         console.warn(str(finding))
+    dtype, device_type = (target.dtype, target.device_type) if target else ("", "")
+    notes = words.without_effect(job, dtype=dtype, device_type=device_type)
+    ignored = [note.removeprefix("no effect ") for note in notes]
     return {
         "recipe": job.recipe.name,
         **_device_and_dtype(loaded, state, target),
         "parameters": sum(p.numel() for p in state.bare.parameters()),
         "steps": job.total_steps,
-        "optimizer": ", ".join(_optimizer_words(updater) for updater in state.updaters),
+        **({"no effect": "; ".join(ignored)} if ignored else {}),
+        "optimizer": "; ".join(_optimizer_words(updater) for updater in state.updaters),
         "first step": f"{samples} samples, loss {report.loss:.4g}, {_gradient_words(report)}",
         "findings": [asdict(finding) for finding in findings],
         "verdict": "ready to train",

@@ -31,7 +31,6 @@ from ampctl.errors import (
     NumericsError,
     PreemptedError,
 )
-from ampctl.preflight import without_effect
 from ampctl.recipe import trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.target import import_from_current_folder
@@ -203,7 +202,7 @@ def _prepare(
     for finding in preflight(job):
         if ranks.is_first:
             console.warn(str(finding))
-    for note in _without_effect(job):
+    for note in words.without_effect(job, world_size=job.state.ranks.size):
         console.note(note)
     if origin is None:
         return job
@@ -282,20 +281,6 @@ def _end_saves(run: Run) -> None:
     except AmpctlError as error:
         run.log.console.warn(str(error))  # another error is on its way to the user
     run.log.saved(run.store.finished(), run.run_dir)
-
-
-def _without_effect(job: Job) -> list[str]:
-    state = job.state
-    notes = without_effect(
-        job.recipe,
-        dtype=state.precision.name,
-        scaling=state.scaler.enabled,
-        device=state.device.type,
-        world_size=state.ranks.size,
-    )
-    if job.recipe.amp.upcast and not state.upcast:
-        notes.append("no effect where no trainable parameter is in half precision: amp.upcast")
-    return notes
 
 
 def _tell_start(run: Run, origin: Origin | None) -> None:
