@@ -17,11 +17,11 @@ from ampctl.errors import Problem, RecipeError, UsageError, first_of
 from ampctl.recipe.layers import child
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import Block
+from ampctl.recipe.suggest import names_near
 
 Group = dict[str, Any]
 
 NORM_CLASS = re.compile(r"norm(\d?d)?$", re.IGNORECASE)
-FEW = 5
 SHOWN = ("lr", "weight_decay")
 KERNEL_CHOICES = ("fused", "foreach", "capturable", "differentiable")
 """Options of torch's optimizers that choose how a step is computed, not what."""
@@ -266,9 +266,7 @@ def _why_empty(
         return "what it matches is trained by another optimizer", "move it to that one's groups"
     if matched:
         return "it matches frozen parameters only", "leave it out, or unfreeze them"
-    plain = glob.replace("*", "").replace("?", "").strip(".")
-    near = difflib.get_close_matches(plain, names, n=FEW, cutoff=0.4) or names[:FEW]
     return (
         f"no parameter of {type(model).__name__} matches",
-        f"the nearest names are {', '.join(near)}" if near else "the model has no parameter",
+        names_near(glob, names, what="parameter"),
     )

@@ -71,8 +71,14 @@ def test_names_types_and_state_stay_as_they_were() -> None:
 
 
 def test_a_glob_without_a_module_names_the_nearest() -> None:
-    with pytest.raises(RecipeError, match=r"the nearest names are head"):
+    with pytest.raises(RecipeError, match=r"the nearest name is head"):
         set_module_dtypes(Watched(), {"haed": "float32"}, device_type="cpu")
+
+
+def test_a_glob_near_no_module_is_answered_with_the_first_and_the_last_which_is_the_head() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
+    with pytest.raises(RecipeError, match=r"its names are 0, 1, 2, 3, \.\.\., 8$"):
+        set_module_dtypes(model, {"classifier.*": "float32"}, device_type="cpu")
 
 
 def test_a_compiled_model_keeps_them() -> None:

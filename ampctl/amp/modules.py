@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 from ampctl.amp.precision import DTYPES
 from ampctl.errors import Problem, RecipeError
 from ampctl.recipe.layers import child
+from ampctl.recipe.suggest import names_near
 
 KEY = "amp.modules"
-FEW = 5
 
 
 def set_module_dtypes(
@@ -99,9 +98,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _why(glob: str, model: nn.Module) -> tuple[str, str]:
     names = [name for name, _ in model.named_modules() if name]
-    plain = glob.replace("*", "").replace("?", "").strip(".")
-    near = difflib.get_close_matches(plain, names, n=FEW, cutoff=0.4) or names[:FEW]
     return (
         f"no module of {type(model).__name__} is called so, or an earlier glob takes them all",
-        f"the nearest names are {', '.join(near)}" if near else "the model has no submodule",
+        names_near(glob, names, what="submodule"),
     )

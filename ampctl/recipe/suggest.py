@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+
+_FEW = 5
 
 # What other tools call a key, and arguments of blocks that people put one level too high.
 _KNOWN_ELSEWHERE: Mapping[str, str] = MappingProxyType(
@@ -63,6 +65,21 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.65) -> str | None
     by_form = {_form(name): name for name in known}
     found = difflib.get_close_matches(_form(word)[:80], by_form, n=1, cutoff=cutoff)
     return by_form[found[0]] if found else None
+
+
+def names_near(glob: str, names: Sequence[str], *, what: str) -> str:
+    """Say which names a glob without a match may mean: the close ones, or the first and the last.
+
+    The head of a model, which globs are often for, is its last ``what``.
+    """
+    if not names:
+        return f"the model has no {what}"
+    plain = glob.replace("*", "").replace("?", "").strip(".")
+    near = difflib.get_close_matches(plain, names, n=_FEW, cutoff=0.4)
+    if near:
+        return f"the nearest {'names are' if len(near) > 1 else 'name is'} {', '.join(near)}"
+    shown = names if len(names) <= _FEW else [*names[: _FEW - 1], "...", names[-1]]
+    return f"its names are {', '.join(shown)}"
 
 
 def right_key(section: str, name: str, keys: Iterable[str]) -> str | None:
