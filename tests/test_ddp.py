@@ -186,6 +186,7 @@ def assert_close(ours: dict[str, Any], theirs: dict[str, Any], dtype: str) -> No
         (2, "float32", ()),
         (3, "float32", ("data.micro_batch_size=2",)),
         (2, "bfloat16", ("data.micro_batch_size=1", "task={_target_: test_ddp.Tokens}")),
+        (2, "bfloat16", ("amp.modules={head: float32}",)),
         (2, "float16", ("data.train.bad=[5]", "data.micro_batch_size=3")),
     ],
 )
