@@ -36,10 +36,10 @@ def _rank(rank: int, work: Callable[[int], None], store: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE)
-    try:
-        work(rank)
-    finally:
-        dist.destroy_process_group()
+    work(rank)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # native threads can abort the interpreter's own way out
 
 
 def in_ddp(rank: int, dtype: str, *, ignored: str = "", shares: bool = False, **amp: Any) -> Any:
