@@ -27,7 +27,7 @@ def without_effect(
     notes = preflight.without_effect(
         job.recipe,
         dtype=dtype,
-        scaling=dtype == "float16",
+        scaling="float16" in (dtype, *state.module_dtypes.values()),
         device=device_type or state.device.type,
         world_size=world_size,
     )
