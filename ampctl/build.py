@@ -49,6 +49,11 @@ class Job:
     total_steps: int | None
 
     @property
+    def num_parameters(self) -> int:
+        """The model's parameters, frozen ones too."""
+        return sum(parameter.numel() for parameter in self.state.bare.parameters())
+
+    @property
     def recipe(self) -> Recipe:
         """The recipe itself."""
         return self.loaded.recipe

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ampctl.data.loader import Borrowed
+from ampctl.data.loader import Borrowed, unwrapped
 from ampctl.data.move import to_device
 from ampctl.errors import UsageError
 from ampctl.recipe.schema import block_key
@@ -117,13 +117,13 @@ def _shares_of_rank(
     state: TrainState, window: Sequence[Any], samples: int | None
 ) -> list[tuple[Any, float]]:
     """Return the same of one of several ranks, whose gradients DDP averages."""
-    batches = [each.batch if isinstance(each, Borrowed) else each for each in window]
     counts = [
         0.0 if isinstance(each, Borrowed) else float(state.task.num_items(each)) for each in window
     ]
     counts_samples = not has_own(state.task, "num_items") and samples is not None
     held = float(samples or 0) if counts_samples else state.ranks.total(sum(counts))
     size, held = state.ranks.size, held or 1.0
+    batches = unwrapped(window)
     return [(batch, count * size / held) for batch, count in zip(batches, counts, strict=True)]
 
 

@@ -6,7 +6,7 @@ the processes are ``workers``', iterable datasets are ``stream``'s.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -34,6 +34,11 @@ class Borrowed:
     """
 
     batch: Any
+
+
+def unwrapped(window: Sequence[Any]) -> Window:
+    """Return the micro-batches themselves, borrowed ones too."""
+    return [each.batch if isinstance(each, Borrowed) else each for each in window]
 
 
 class TrainData(Protocol):
@@ -74,21 +79,17 @@ class MapData:
 
     def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
         """Yield each step's micro-batches and its samples over all ranks."""
-        under_way: deque[list[Request]] = deque()
+        sizes: deque[int] = deque()
 
         def requests() -> Iterator[list[Request]]:
             for window in self.order.windows(epoch, first_step):
-                under_way.append(window)
+                sizes.append(len(window))
                 yield window
 
         batches = self._reader.read(chain.from_iterable(requests()))
         for step in range(first_step, self.order.steps_per_epoch):
             first = next(batches)
-            asked = under_way.popleft()
-            window = [first, *(next(batches) for _ in asked[1:])]
-            for place, request in enumerate(asked):
-                if request.borrowed:
-                    window[place] = Borrowed(window[place])
+            window = [first, *(next(batches) for _ in range(sizes.popleft() - 1))]
             yield window, self.order.samples_of_step(step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,15 +137,7 @@ class EvalData:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches, on the host; random augmentation draws the same each time."""
-        under_way: deque[Request] = deque()
-
-        def requests() -> Iterator[Request]:
-            for request in chain.from_iterable(self._order.windows(epoch=0)):
-                under_way.append(request)
-                yield request
-
-        for batch in self._reader.read(requests()):
-            yield Borrowed(batch) if under_way.popleft().borrowed else batch
+        return self._reader.read(chain.from_iterable(self._order.windows(epoch=0)))
 
     def close(self) -> None:
         """End worker processes."""
@@ -177,7 +170,8 @@ class _Reader:
         if self._loader is None:
             for request in requests:
                 batch = self._fetcher[request]
-                yield pinned(batch) if self._pin_memory else batch
+                batch = pinned(batch) if self._pin_memory else batch
+                yield Borrowed(batch) if request.borrowed else batch
             return
         self._requests.start(requests)
         iterator = start_workers(self._loader)
@@ -198,10 +192,10 @@ class _Reader:
                 batch = next_batch(iterator, reading)
             except StopIteration:
                 return
-            sent.popleft()
+            request = sent.popleft()
             received += 1
             self._fetcher.pass_over()
-            yield batch
+            yield Borrowed(batch) if request.borrowed else batch
 
     def close(self) -> None:
         if self._loader is not None and self._loader._iterator is not None:

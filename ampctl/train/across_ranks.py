@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ampctl.build import Job
-from ampctl.data.loader import Borrowed
+from ampctl.data.loader import unwrapped
 from ampctl.distributed.ranks import ALONE
 from ampctl.doctor.nonfinite import Diagnosis, examine
 from ampctl.errors import UsageError, first_of
@@ -15,8 +15,8 @@ from ampctl.state import TrainState
 
 def diagnose(state: TrainState, window: list[Any], *, step: int) -> Diagnosis:
     """Examine a bad window; of several ranks each its own, and the first that is bad is told."""
-    batches = [batch.batch if isinstance(batch, Borrowed) else batch for batch in window]
-    every = state.ranks.gather(examine(replace(state, ranks=ALONE), batches, step=step))
+    alone = replace(state, ranks=ALONE)
+    every = state.ranks.gather(examine(alone, unwrapped(window), step=step))
     rank = next((rank for rank, found in enumerate(every) if found.is_reproduced), 0)
     found = every[rank]
     if state.ranks.size == 1:

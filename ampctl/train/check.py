@@ -64,7 +64,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
     return {
         "recipe": job.recipe.name,
         **_device_and_dtype(loaded, state, target),
-        "parameters": sum(p.numel() for p in state.bare.parameters()),
+        "parameters": job.num_parameters,
         "steps": job.total_steps,
         **({"no effect": "; ".join(ignored)} if ignored else {}),
         "optimizer": "; ".join(_optimizer_words(updater) for updater in state.updaters),

@@ -39,13 +39,12 @@ def without_effect(
 def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
     """Say what is about to run: how large, how long, on what and why, where it is kept."""
     state, progress, data = job.state, job.state.progress, job.recipe.data
-    parameters = sum(p.numel() for p in state.bare.parameters())
     micro = micro_batch_size(job.recipe, state.ranks)
     passes = -(-data.batch_size // (micro * state.ranks.size))
     accumulated = f" in {passes} micro-batches each" if passes > 1 else ""
     steps = f"{job.total_steps:,} steps" if job.total_steps is not None else "steps"
     lines = [
-        f"{job.recipe.name}: {parameters:,} parameters, "
+        f"{job.recipe.name}: {job.num_parameters:,} parameters, "
         f"{steps} of {data.batch_size} samples{accumulated}",
         f"on {_devices(job)} in {state.precision.name} ({state.precision.reason})",
     ]

@@ -209,7 +209,7 @@ def _prepare(
     changes = recipe_changes(origin.saved_recipe, loaded)
     if changes:
         console.note(f"changed since the checkpoint: {', '.join(changes)}")
-    restore(job, origin, console.note if ranks.is_first else _silent)
+    restore(job, origin, console.note)
     reason = finished(job)
     if reason is None or evaluation_was_cut_off(job):
         return job
@@ -270,10 +270,6 @@ def _fit(
                 last.callback(job.eval_data.close)
 
 
-def _silent(text: str) -> None:
-    """Leave it to rank 0 to say what all ranks know."""
-
-
 def _end_saves(run: Run) -> None:
     """Let the save that is under way end, and tell it, before the run's last event."""
     try:
@@ -290,7 +286,7 @@ def _tell_start(run: Run, origin: Origin | None) -> None:
         "dtype": state.precision.name,
         "device": str(state.device),
         "world_size": state.ranks.size,
-        "parameters": sum(p.numel() for p in state.bare.parameters()),
+        "parameters": job.num_parameters,
         "matmul_precision": torch.get_float32_matmul_precision(),
     }
     if origin is not None:
