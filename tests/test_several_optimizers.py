@@ -251,6 +251,15 @@ class Norms(nn.Module):
         self.b = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
+def apart(dtype: str, optimizer: str, **amp: Any) -> TrainState:
+    """Two optimizers whose losses have nothing to do with each other, and an average."""
+    make = OPTIMIZERS[optimizer]
+    parts = ("a", "b")
+    return make_state(
+        Norms(), parts, Apart(), dtype, make=make, ema_decay=0.5, init_scale=256.0, **amp
+    )
+
+
 def halves(bad: str = "") -> Tensor:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
     if "a" in bad:
@@ -283,15 +292,7 @@ def states_of(state: TrainState, name: str) -> dict[str, Any]:
 def test_op7_the_one_that_overflows_is_skipped_and_the_other_steps(
     dtype: str, optimizer: str, first: bool
 ) -> None:
-    state = make_state(
-        Norms(),
-        ("a", "b"),
-        Apart(),
-        dtype,
-        make=OPTIMIZERS[optimizer],
-        ema_decay=0.5,
-        init_scale=256.0,
-    )
+    state = apart(dtype, optimizer)
     if not first:
         run(state, [[halves()]])
     before = {name: states_of(state, name) for name in "ab"}
@@ -318,25 +319,8 @@ def test_op7_the_one_that_overflows_is_skipped_and_the_other_steps(
 def test_all_or_nothing_takes_back_the_step_of_both(
     dtype: str, optimizer: str, bad: str, steps: int
 ) -> None:
-    state = make_state(
-        Norms(),
-        ("a", "b"),
-        Apart(),
-        dtype,
-        make=OPTIMIZERS[optimizer],
-        ema_decay=0.5,
-        init_scale=256.0,
-        all_or_nothing=True,
-    )
-    free = make_state(
-        Norms(),
-        ("a", "b"),
-        Apart(),
-        dtype,
-        make=OPTIMIZERS[optimizer],
-        ema_decay=0.5,
-        init_scale=256.0,
-    )
+    state = apart(dtype, optimizer, all_or_nothing=True)
+    free = apart(dtype, optimizer)
     run(state, [[halves()]] * steps)
     run(free, [[halves()]] * steps)
     before = {name: states_of(state, name) for name in "ab"}

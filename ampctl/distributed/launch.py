@@ -18,7 +18,6 @@ from ampctl.errors import UsageError
 
 if TYPE_CHECKING:
     from ampctl.recipe.load import LoadedRecipe
-    from ampctl.recipe.schema import Recipe
 
 Notify = Callable[[str], None]
 
@@ -70,8 +69,10 @@ def resume(
     _import_torch(options)
     plan = None
     if options.given():  # without any, the worker alone reads the checkpoint
-        recipe, found = _examine(source, overrides, trusted=trusted)
-        plan = plan_for(options, recipe)
+        from ampctl.train.restore import read
+
+        found, _, loaded = read(source, overrides, trusted=trusted, notify=_unheard)
+        plan = plan_for(options, loaded.recipe)
     if plan is None:
         from ampctl.train import worker
 
@@ -79,27 +80,15 @@ def resume(
             source = run_dir
         worker.resume(source, overrides, run_dir=run_dir, trusted=trusted, quiet=quiet)
         return
-    goes_on = run_dir is None or run_dir == found
-    with _run_folder(run_dir or found, recipe.name, plan, resume=goes_on) as where:
+    goes_on = run_dir is None or run_dir == found.run_dir
+    name = loaded.recipe.name
+    with _run_folder(run_dir or found.run_dir, name, plan, resume=goes_on) as where:
         flags = [*_if_any("--run-dir", where), *_if(trusted, "--trust"), *_if(quiet, "--quiet")]
         _start(plan, ["resume", *flags, "--", f"{source}", *overrides], notify)
 
 
-def _examine(
-    source: Path, overrides: Sequence[str], *, trusted: bool
-) -> tuple[Recipe, Path | None]:
-    """Read a checkpoint as the ranks will; return its recipe and the run folder that it lies in.
-
-    Raises CheckpointError if it cannot be used or trusted, RecipeError for an override.
-    """
-    from ampctl.checkpoint.store import load
-    from ampctl.recipe import trust
-    from ampctl.recipe.load import parse_recipe
-
-    found = load(source, notify=lambda _: None)  # rank 0 says it
-    text, name = found.payload["recipe"], f"recipe of {found.path.name}"
-    trust.require_trusted(parse_recipe(text, where=name), trust=trusted)
-    return parse_recipe(text, where=name, overrides=overrides).recipe, found.run_dir
+def _unheard(text: str) -> None:
+    """Leave it to rank 0, which reads the checkpoint too, to say this."""
 
 
 @contextmanager

@@ -9,9 +9,11 @@ from typing import Any
 
 from ampctl.build import Job
 from ampctl.checkpoint.index import Entry
+from ampctl.checkpoint.store import Loaded, load
 from ampctl.errors import CheckpointError
 from ampctl.optim import make_skippable
-from ampctl.recipe.load import LoadedRecipe
+from ampctl.recipe import trust
+from ampctl.recipe.load import LoadedRecipe, parse_recipe
 from ampctl.recipe.schema import Block, by_name
 
 
@@ -26,6 +28,21 @@ class Origin:
     payload: dict[str, Any]
     saved_recipe: LoadedRecipe
     entry: Entry | None = None
+
+
+def read(
+    source: Path, overrides: Sequence[str], *, trusted: bool, notify: Callable[[str], None]
+) -> tuple[Loaded, LoadedRecipe, LoadedRecipe]:
+    """Read a checkpoint, the recipe in it, and that recipe with overrides.
+
+    Raises CheckpointError if it cannot be used or trusted, RecipeError for an override.
+    """
+    found = load(source, notify=notify)
+    text, name = found.payload["recipe"], f"recipe of {found.path.name}"
+    saved = parse_recipe(text, where=name)
+    for line in trust.require_trusted(saved, trust=trusted):
+        notify(f"trusted: {line}")
+    return found, saved, parse_recipe(text, where=name, overrides=overrides)
 
 
 def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:

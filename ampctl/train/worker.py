@@ -39,7 +39,7 @@ from ampctl.track.metrics import MetricsFile
 from ampctl.train import folder, words
 from ampctl.train.log import RunLog
 from ampctl.train.loop import Run, evaluation_was_cut_off, finished, fit
-from ampctl.train.restore import Origin, restore
+from ampctl.train.restore import Origin, read, restore
 
 _REASONS: dict[type[BaseException], str] = {
     PreemptedError: "preempted",
@@ -106,11 +106,7 @@ def resume(
         if is_first and run_dir is None and folder.holds_run(source):
             # Before it is read: the run that holds it may be about to save a newer checkpoint.
             held.enter_context(lock.hold(source))
-        found = load(source, notify=notes.append)
-        text, name = found.payload["recipe"], f"recipe of {found.path.name}"
-        saved = parse_recipe(text, where=name)
-        notes += [f"trusted: {line}" for line in trust.require_trusted(saved, trust=trusted)]
-        loaded = parse_recipe(text, where=name, overrides=overrides)
+        found, saved, loaded = read(source, overrides, trusted=trusted, notify=notes.append)
         ranks = held.enter_context(_joined(loaded))
         path = ranks.of_first(found.path)
         if path != found.path:
