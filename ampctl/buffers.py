@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ampctl.distributed.ranks import Ranks
+
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -87,6 +89,14 @@ class BufferGuard:
                 torch.where(bad, own.snapshot, current.detach(), out=current.data)
             elif (current is not own.tensor or own.snapshot is not None) and found_inf.item():
                 _put_back(own)  # sync: no kernel chooses between tensors of two shapes
+
+    def follow_first(self, ranks: Ranks) -> None:
+        """Take over the buffers of rank 0, those that a checkpoint holds, as DDP does."""
+        ranks.follow_first_([flat.values for flat in self._flats])
+        for own in self._own:
+            passing = own.name in own.module._non_persistent_buffers_set
+            if own.snapshot is not None and own.tensor is not None and not passing:
+                ranks.follow_first_([own.tensor.data])
 
     def _start_over(self) -> None:
         """Take the model's buffers as they are now; the snapshot too is of now."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
@@ -26,6 +25,7 @@ from ampctl.distributed.env import choose_device
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import WeightAverage
 from ampctl.errors import RecipeError
+from ampctl.parallel import in_ddp, shard
 from ampctl.plain import nonfinite
 from ampctl.preflight import refuse_unknown_targets, refuse_unsupported
 from ampctl.recipe.load import LoadedRecipe
@@ -93,8 +93,14 @@ def build_job(loaded: LoadedRecipe, ranks: Ranks = ALONE) -> Job:
     return Job(loaded, state, train_data, eval_data, total_steps)
 
 
-def build_model(loaded: LoadedRecipe, device: torch.device) -> nn.Module:
-    """Build the bare model on a device, in the memory format that the recipe wants."""
+def build_model(
+    loaded: LoadedRecipe, device: torch.device, *, spread_later: bool = False
+) -> nn.Module:
+    """Build the bare model on a device, in the memory format that the recipe wants.
+
+    ``spread_later``: leave it where it was built, because it is sharded, which moves it part by
+    part.
+    """
     recipe = loaded.recipe
     model = _build(loaded, "model", recipe.model)
     if not isinstance(model, nn.Module):
@@ -104,7 +110,8 @@ def build_model(loaded: LoadedRecipe, device: torch.device) -> nn.Module:
     if lazy:
         message = f"{lazy[0]} has no shape before the first batch"
         raise _error(loaded, "model", message, "give the sizes: nn.Linear instead of nn.LazyLinear")
-    model = model.to(device)
+    if not spread_later:
+        model = model.to(device)
     if recipe.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return model
@@ -119,19 +126,22 @@ def build_state(
 ) -> TrainState:
     """Build model, task, optimizer, schedule and scaler, in the order in which state is loaded."""
     recipe = loaded.recipe
-    bare = build_model(loaded, device)
+    shards = ranks.size > 1 and recipe.distributed.strategy == "fsdp"
+    bare = build_model(loaded, device, spread_later=shards)
     bare.train()
     upcast = upcast_(bare) if recipe.amp.upcast else []
     modules = set_module_dtypes(
         bare, recipe.amp.modules, device_type=device.type, origins=loaded.origins
     )
     scaling = precision.needs_scaling or "float16" in modules.values()
+    by_design = frozenset(nonfinite(bare.state_dict()))
+    if shards:
+        ranks = shard(loaded, bare, device, ranks)
     updaters = build_updaters(loaded, bare, device, total_steps)
     for updater in updaters if scaling else ():
         optim.refuse_closure(updater.optimizer)
-    by_design = frozenset(nonfinite(bare.state_dict()))
     task = as_task(_build(loaded, "task", recipe.task))
-    _refuse_misfits(loaded, task, updaters)
+    _refuse_misfits(loaded, task, updaters, ranks)
     if getattr(bare, "_ddp_params_and_buffers_to_ignore", ()):
         ranks = replace(ranks, shares_verdict=True)  # these gradients are not averaged
     local: Any = bare
@@ -139,7 +149,7 @@ def build_state(
         local = _compiled(loaded, bare, task)
     _set_accuracy(recipe.amp)
     return TrainState(
-        model=_in_ddp(loaded, local, device, task, ranks),
+        model=in_ddp(loaded, local, device, task, ranks),
         local=local,
         bare=bare,
         ranks=ranks,
@@ -159,7 +169,9 @@ def build_state(
     )
 
 
-def _refuse_misfits(loaded: LoadedRecipe, task: Task, updaters: Sequence[Updater]) -> None:
+def _refuse_misfits(
+    loaded: LoadedRecipe, task: Task, updaters: Sequence[Updater], ranks: Ranks
+) -> None:
     """Raise RecipeError for a task that wants what the other parts of the recipe cannot give."""
     recipe, problems = loaded.recipe, []
     if has_own(task, "losses"):
@@ -185,6 +197,10 @@ def _refuse_misfits(loaded: LoadedRecipe, task: Task, updaters: Sequence[Updater
     if penalized and recipe.train.compile is not False:
         message = f"{task.name} differentiates a gradient, which a compiled model cannot"
         problems.append(loaded.problem("train.compile", message, "set train.compile=false"))
+    if ranks.shards and (penalized or has_own(task, "losses")):
+        what = "differentiates a gradient" if penalized else "has losses that take turns"
+        message = f"{task.name} {what}, which a model sharded by fsdp cannot"
+        problems.append(loaded.problem("distributed.strategy", message, "use ddp"))
     for updater in updaters if len(updaters) > 1 else ():
         if updater.closure:
             kind = type(updater.optimizer).__name__
@@ -207,23 +223,6 @@ def _compiled(loaded: LoadedRecipe, model: nn.Module, task: Task) -> Any:
         message = f"torch.compile refused its arguments: {error}"
         raise _error(loaded, "train.compile", message) from error
     return model
-
-
-def _in_ddp(
-    loaded: LoadedRecipe, model: nn.Module, device: torch.device, task: Task, ranks: Ranks
-) -> nn.Module:
-    """Let several ranks average their gradients."""
-    if ranks.size == 1:
-        return model
-    if has_own(task, "losses"):
-        message = f"not supported yet: {task.name}.losses on several ranks"
-        raise _error(loaded, "task", message, "train on one, or let it have one loss")
-    return DistributedDataParallel(
-        model,
-        device_ids=[device.index] if device.type in ("cuda", "xpu") else None,
-        find_unused_parameters=loaded.recipe.distributed.find_unused_parameters,
-        gradient_as_bucket_view=False,  # gradients are dropped and read as tensors of their own
-    )
 
 
 def _set_accuracy(amp: AmpConfig) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampctl.distributed.shard import is_sharded, local, regather
+
 
 class WeightAverage:
     """Keep ``average = decay * average + (1 - decay) * weights`` over applied updates.
@@ -41,7 +43,7 @@ class WeightAverage:
             averages = [averages[place] for place in places]
         if not weights:
             return
-        weights, averages = [_real(w) for w in weights], [_real(average) for average in averages]
+        weights, averages = [_part(each) for each in weights], [_part(each) for each in averages]
         share = (1.0 - self.decay) * (1.0 - found_inf)
         shares = {dtype: share.to(dtype) for dtype in {w.dtype for w in weights}}
         per_weight: Any = [shares[weight.dtype] for weight in weights]  # the stub has numbers only
@@ -58,14 +60,24 @@ class WeightAverage:
 
     def _swap(self) -> None:
         for weight, average in zip(self._weights, self._average, strict=True):
-            weight.data, average.data = average.data, weight.data
+            if is_sharded(weight):  # whoever gathers the parts knows their memory
+                mine, other = local(weight.detach()), local(average)
+                kept = mine.clone()
+                mine.copy_(other)
+                other.copy_(kept)
+            else:
+                weight.data, average.data = average.data, weight.data
+        regather(self._model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict of the bare model that holds the averaged weights."""
         with self.applied():
-            # The tensors inside keep pointing at the averaged data: detach before the swap back.
+            # The tensors inside keep pointing at the averaged data: detach before the swap back. A
+            # sharded one's data goes back, so it is copied.
             return {
-                name: value.detach() if isinstance(value, Tensor) else value
+                name: (value.clone() if is_sharded(value) else value).detach()
+                if isinstance(value, Tensor)
+                else value
                 for name, value in self._model.state_dict().items()
             }
 
@@ -77,6 +89,7 @@ class WeightAverage:
                 self._average[self._place[id(parameter)]].copy_(state[name])
 
 
-def _real(value: Tensor) -> Tensor:
-    """Return a complex tensor as its real and imaginary parts, and any other as it is."""
+def _part(value: Tensor) -> Tensor:
+    """Return what this rank has of a tensor; a complex one as its real and imaginary parts."""
+    value = local(value)
     return torch.view_as_real(value) if value.is_complex() else value

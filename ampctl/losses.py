@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ampctl.data.loader import Borrowed, unwrapped
-from ampctl.data.move import to_device
+from ampctl.data.move import tensors, to_device
 from ampctl.errors import UsageError
 from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
@@ -49,9 +49,10 @@ def backward_passes(
     mean: Tensor | None = None
     for place, (batch, share) in enumerate(shares):
         with _reduction(state, now=place == len(shares) - 1):
-            loss = _loss(state, batch, extras)
             if share == 0.0 and state.ranks.size > 1:
-                loss = _nothing(state.parameters)
+                loss = _nothing(state, batch, extras)
+            else:
+                loss = _loss(state, batch, extras)
             part = _backward(state, loss, share, state.updaters[0])
             del loss  # with its graph
         mean = part if mean is None else mean + part
@@ -88,13 +89,22 @@ def _reduction(state: TrainState, *, now: bool) -> AbstractContextManager[None]:
     return context
 
 
-def _nothing(parameters: Sequence[Tensor]) -> Tensor:
+def _nothing(state: TrainState, batch: Any, extras: Mapping[str, Any]) -> Tensor:
     """Return a loss of 0 that depends on every parameter, whose gradients are 0.
 
-    For a micro-batch that weighs nothing, whose own loss may be 0 / 0: DDP waits for a gradient of
-    each parameter all the same.
+    For a micro-batch that weighs nothing, whose own loss may be 0 / 0: the other ranks wait for its
+    passes, and for a gradient of each parameter, all the same.
     """
-    return torch.stack([(parameter.float() * 0.0).sum() for parameter in parameters]).sum()
+    if not state.ranks.shards:
+        _loss(state, batch, extras)
+        return torch.stack([(each.float() * 0.0).sum() for each in state.parameters]).sum()
+    # Sharded parameters are whole only while the model runs: go by way of what it gives.
+    outputs: list[Any] = []
+    model: Any = state.model
+    with model.register_forward_hook(lambda module, inputs, output: outputs.append(output)):
+        loss = _loss(state, batch, extras)
+    given = [each for each in tensors(outputs) if each.requires_grad] or [loss]
+    return torch.stack([(each.float() * 0.0).sum() for each in given]).sum()
 
 
 def _shares(
@@ -141,12 +151,43 @@ def _turns(state: TrainState, shares: Sequence[tuple[Any, float]]) -> Iterator[T
     while (turn := _turn(state, runs, had)) is not None:
         updater, mean = turn
         had.append(updater.name)
+        if state.ranks.size > 1:
+            _average(state, updater)
         yield [updater], mean
         # A task that yields inside an autocast of its own keeps the casts of weights alive, which
         # the optimizer has moved since.
         torch.clear_autocast_cache()
+    if state.ranks.size > 1:
+        _require_same_turn(state, None)
     if not had:
         raise _wrong(state, "yielded no loss")
+
+
+def _average(state: TrainState, updater: Updater) -> None:
+    """Average the gradients of a turn over the ranks.
+
+    DDP cannot: it counts on one pass through the whole model, and a turn calls what it likes.
+    """
+    _require_same_turn(state, updater)
+    apart = set(getattr(state.bare, "_ddp_params_and_buffers_to_ignore", ()))
+    left_out = {id(p) for name, p in state.bare.named_parameters() if name in apart}
+    parameters = [p for p in updater.parameters if id(p) not in left_out]
+    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+        raise _wrong(state, "leaves a sparse gradient, which several ranks cannot average")
+    state.ranks.mean_gradients_(parameters)
+
+
+def _require_same_turn(state: TrainState, updater: Updater | None) -> None:
+    """Raise UsageError on every rank if it is another optimizer's turn, or the end, on one."""
+    names = [each.name for each in state.updaters]
+    own = names.index(updater.name) if updater is not None else len(names)
+    largest, negative = state.ranks.largest(own, -own)
+    if largest != -negative:
+        told = " and ".join(
+            "at their end" if place == len(names) else f"at {names[place]!r}"
+            for place in (int(-negative), int(largest))
+        )
+        raise _wrong(state, f"must have the same turns on each rank: they are {told}")
 
 
 def _turn(
@@ -170,6 +211,9 @@ def _turn(
         # Of this optimizer alone: what a generator's loss leaves in the critic is not the
         # critic's gradient. A task may have frozen a part, for a while or from now on.
         trained = [each for each in updater.parameters if each.requires_grad]
+        if share == 0.0 and state.ranks.size > 1:  # its own loss may be 0 / 0
+            mean = torch.zeros_like(loss.detach(), dtype=torch.float32) if mean is None else mean
+            continue
         part = _backward(state, loss, share, updater, inputs=trained)
         mean = part if mean is None else mean + part
     return None if mean is None else (updater, mean)

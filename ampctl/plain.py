@@ -6,6 +6,7 @@ Also finds the tensors that are not finite. Files are left to `checkpoint`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
 from types import NoneType
@@ -16,20 +17,24 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ampctl.distributed.shard import is_sharded
 from ampctl.errors import CheckpointError
 
 _ATOMS = frozenset({NoneType, bool, int, float, str, bytes, torch.dtype, torch.Size})
 
 
-def snapshot(value: Any, path: str = "") -> Any:
+def snapshot(value: Any, path: str = "", shards: dict[str, Tensor] | None = None) -> Any:
     """Copy a nest of state into plain types and CPU tensors that share nothing with it.
 
     Every tensor of the copy owns exactly its own elements, in the strides of the original where
     these are dense (channels-last stays so: fused optimizers need state in their parameter's
     strides). Tensors that are one in ``value``, such as tied weights, are one in the copy.
     ``path`` names ``value`` in a ``CheckpointError`` about something that cannot be copied.
+
+    Tensors that are spread over ranks go to ``shards`` by their dotted path, with this rank's part
+    on the CPU; an empty one of the meta device stands in their place.
     """
-    return _copy(value, path, {})
+    return _copy(value, path, _Copies({}, shards))
 
 
 def nonfinite(value: Any, path: str = "") -> list[str]:
@@ -48,7 +53,15 @@ def nonfinite(value: Any, path: str = "") -> list[str]:
     return [found[i][0] for i in sorted(suspects) if not torch.isfinite(found[i][1]).all()]
 
 
-def _copy(value: Any, path: str, copies: dict[tuple[Any, ...], Tensor]) -> Any:
+@dataclass(frozen=True)
+class _Copies:
+    """What has been copied: whole tensors by their memory, and parts of sharded ones by path."""
+
+    whole: dict[tuple[Any, ...], Tensor]
+    shards: dict[str, Tensor] | None
+
+
+def _copy(value: Any, path: str, copies: _Copies) -> Any:
     if type(value) in _ATOMS:
         return value
     if isinstance(value, Tensor):
@@ -73,10 +86,13 @@ def _copy(value: Any, path: str, copies: dict[tuple[Any, ...], Tensor]) -> Any:
     raise _refusal(value, path)
 
 
-def _copy_tensor(value: Tensor, path: str, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
+def _copy_tensor(value: Tensor, path: str, copies: _Copies) -> Tensor:
     if is_lazy(value) or value.is_meta:
         raise _refusal(value, path, "a tensor without memory")
     value = value.detach()
+    if copies.shards is not None and is_sharded(value):
+        copies.shards[path] = value.to("cpu", copy=True)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
     if type(value) is not Tensor:  # DTensor and the like: their parts are elsewhere
         raise _refusal(value, path)
     if value.layout != torch.strided or value.numel() == 0:
@@ -91,10 +107,10 @@ def _copy_tensor(value: Tensor, path: str, copies: dict[tuple[Any, ...], Tensor]
         value.is_conj(),
         value.is_neg(),
     )
-    copied = copies.get(same)
+    copied = copies.whole.get(same)
     if copied is None:
         copied = value.to("cpu", copy=True).resolve_conj().resolve_neg()
-        copies[same] = copied
+        copies.whole[same] = copied
     return copied
 
 
@@ -147,7 +163,8 @@ def _join(path: str, key: Any) -> str:
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
-        yield path, value
+        if not value.is_meta:  # its values are elsewhere
+            yield path, value
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _tensors(item, _join(path, key))

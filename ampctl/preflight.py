@@ -28,12 +28,10 @@ def refuse_unsupported(loaded: LoadedRecipe) -> None:
     recipe = loaded.recipe
     asked = {
         "data.micro_batch_size": recipe.data.micro_batch_size == "auto",
-        "distributed.strategy": recipe.distributed.strategy != "ddp",
         "log.trackers": bool(recipe.log.trackers),
     }
     advice = {
         "data.micro_batch_size": "give a number, or null",
-        "distributed.strategy": "use ddp",
         "log.trackers": "leave it empty; metrics.jsonl holds every figure",
     }
     problems = [
@@ -93,6 +91,8 @@ def without_effect(
     ignored = {}
     if world_size == 1:
         ignored["with one process"] = _changed("distributed", recipe.distributed)
+    elif recipe.distributed.strategy == "ddp":
+        ignored["with ddp"] = _changed("distributed", recipe.distributed, ("blocks",))
     if device != "cuda":
         name = "reduced_precision_reduction"
         ignored[f"on {device}"] = _changed("amp", recipe.amp, (name,))

@@ -150,6 +150,7 @@ class TrainState:
     rewinds: Mapping[str, Rewind] = field(init=False)
     takes_turns: bool = field(init=False)
     watches_activations: bool = field(init=False)
+    shares_buffers: bool = field(init=False)
     _asked: Mapping[str, frozenset[str]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -160,6 +161,7 @@ class TrainState:
         self.takes_turns = has_own(self.task, "losses")
         # A hook would make a compiled model be compiled anew.
         self.watches_activations = self.scaler.enabled and not self.compiled
+        self.shares_buffers = self.ranks.shards or (self.ranks.size > 1 and self.takes_turns)
         self._asked = {name: asks_for(getattr(self.task, name)) for name in ("loss", "losses")}
         self._count_each()
 
@@ -177,6 +179,10 @@ class TrainState:
             return {}
         given = {"grad": self.scaler.grad, "step": self.progress.step}
         return {name: given[name] for name in asked}
+
+    def zeros(self, count: int) -> tuple[Tensor, ...]:
+        """Return so many float32 zeros on the device: what a rank finds in no gradient at all."""
+        return tuple(torch.zeros(count, device=self.device).unbind())
 
     def agree(self) -> None:
         """Start all ranks with the loss scale of rank 0."""

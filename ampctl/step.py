@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from ampctl.amp import gradients
 from ampctl.amp.activations import Peaks
+from ampctl.errors import UsageError
 from ampctl.losses import backward_passes, forward_backward, no_gradient
+from ampctl.recipe.schema import block_key
 from ampctl.state import Pending, StepReport, TrainState
 from ampctl.updater import Updater, key
 
@@ -44,6 +46,8 @@ def train_step(
             losses as it should.
     """
     gradients.drop(state.parameters)
+    if state.shares_buffers:
+        state.buffers.follow_first(state.ranks)
     state.buffers.snapshot()
     before: StepReport | None = None
     rates: dict[str, float] = {}
@@ -190,23 +194,25 @@ def _unscale_and_clip(
     state: TrainState, updater: Updater, figures: dict[str, Tensor], *, measure: bool
 ) -> Tensor:
     """Unscale, then measure, then clip: never in another order. Return ``found_inf``."""
-    groups = gradients.gather(updater.parameters)
-    if not groups:
+    groups, ranks = gradients.gather(updater.parameters), state.ranks
+    if not groups and all(parameter.grad is None for parameter in updater.parameters):
         raise no_gradient(state, updater)
     name = updater.name
     if measure and state.scaler.enabled:
-        lost, largest = gradients.float16_range(groups)
+        lost, largest = gradients.float16_range(groups) if groups else state.zeros(2)
+        ranks.share_and_largest_(lost, sum(g.numel() for group in groups for g in group), largest)
         figures |= {key("underflow", name): lost, key("largest", name): largest}
     found_inf = state.scaler.unscale_(groups)
     if measure or state.amp.clip_norm is not None:
-        norm = gradients.total_norm(groups)
+        norm = gradients.total_norm(groups) if groups else state.zeros(1)[0]
+        ranks.norm_(norm)
         figures[key("grad_norm", name)] = norm.float()
     if state.amp.clip_norm is not None:
         state.scaler.check_norm(norm, found_inf)
         gradients.clip_norm_(groups, norm, state.amp.clip_norm)
     if state.amp.clip_value is not None:
         gradients.clip_value_(groups, state.amp.clip_value)
-    state.ranks.any_(found_inf)
+    ranks.any_(found_inf)
     return found_inf
 
 
@@ -216,10 +222,20 @@ def _step(
     """Let one optimizer make its step, unless ``found_inf``."""
     if state.rewinds:
         state.rewinds[updater.name].mark()
-    if updater.closure:
-        _step_with_closure(state, updater, found_inf, window, loss)
-    else:
-        state.scaler.step(updater.optimizer, found_inf)
+    try:
+        if updater.closure:
+            _step_with_closure(state, updater, found_inf, window, loss)
+        else:
+            state.scaler.step(updater.optimizer, found_inf)
+    except (RuntimeError, NotImplementedError) as error:
+        if not state.ranks.shards:
+            raise
+        kind = type(updater.optimizer).__name__
+        raise UsageError(
+            f"{block_key('optimizer', updater.name)}: {kind} cannot step parameters that fsdp "
+            f"shards: {str(error).splitlines()[0]}. Use distributed.strategy=ddp, or an optimizer "
+            "of torch.optim that updates element by element (AdamW, SGD, ...)"
+        ) from error
 
 
 def _step_with_closure(

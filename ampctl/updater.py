@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ampctl import optim
+from ampctl.distributed.shard import is_sharded, local
 from ampctl.errors import RecipeError
 from ampctl.lr import FunctionSchedule, LearningRate, TorchSchedule
 from ampctl.recipe.layers import child
@@ -134,6 +135,12 @@ def _build_optimizer(
     dense = not any(getattr(module, "sparse", False) is True for module in model.modules())
     plain = not dense or bool(block.get("dampening"))  # see optim.make_skippable
     fusable = device.type in _FUSED_DEVICES and not plain and "fused" in options
+    sharded = any(map(is_sharded, part))
+    if sharded and block.get("fused") and not _steps_shards(block):
+        message = f"the fused kernel of {block[TARGET]} does not take parameters sharded by fsdp"
+        raise RecipeError([loaded.problem(child(key, "fused"), message, "leave it out")])
+    if sharded and not _steps_shards(block):
+        fusable = False
     if fusable and not any(name in block for name in optim.KERNEL_CHOICES):
         try:
             return _checked_optimizer(loaded, key, {**block, "fused": True}, groups)
@@ -142,6 +149,11 @@ def _build_optimizer(
             # one, the plain form below has it too.
             pass
     return _checked_optimizer(loaded, key, block, groups)
+
+
+def _steps_shards(block: Block) -> bool:
+    """Return whether torch has a fused kernel of an optimizer for sharded parameters."""
+    return locate(block[TARGET]) in (torch.optim.Adam, torch.optim.AdamW)
 
 
 def _checked_optimizer(
@@ -203,7 +215,7 @@ class Rewind:
         self._groups = [dict(group) for group in self._optimizer.param_groups]
         mappings = (*self._groups, *(kept for _, kept in self._states))
         values = (v for kept in mappings for v in kept.values() if isinstance(v, Tensor))
-        now = [*(parameter.detach() for parameter in self._parameters), *values]
+        now = [local(each.detach()) for each in (*self._parameters, *values)]
         if [tensor.data_ptr() for tensor in now] != [t.data_ptr() for t, _ in self._kept]:
             self._kept = [(tensor, tensor.clone()) for tensor in now]
             return

@@ -24,7 +24,14 @@ from typing import Any
 DEADLINE_S = 120.0
 """How long a test waits for what must come; only a broken program makes it wait that long."""
 
-PRELOADED = ["torch", "torch._dynamo", "ampctl.train.worker", "ampctl.train.check"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "ampctl.train.worker",
+    "ampctl.train.check",
+]
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(PRELOADED)

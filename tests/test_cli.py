@@ -228,12 +228,10 @@ def test_unsupported_keys_say_so_with_their_lines() -> None:
         RECIPE.replace("batch_size: 8", "batch_size: 8\n  micro_batch_size: auto").replace(
             "log: {every_steps: 2}", "log: {every_steps: 2, trackers: [tensorboard]}"
         )
-        + "distributed: {strategy: fsdp}\n"
     )
     message = ampctl("train", "soon.yaml", code=2).stderr
     assert "soon.yaml:9: data.micro_batch_size: not supported yet: 'auto'" in message
     assert "soon.yaml:13: log.trackers: not supported yet: " in message
-    assert "soon.yaml:14: distributed.strategy: not supported yet: 'fsdp'" in message
 
 
 def test_a_folder_that_holds_a_run_is_never_written_over() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import PRELOADED
 from test_resume_exact import assert_same, last
 from torch import Tensor, multiprocessing, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -119,9 +120,11 @@ def free_port() -> int:
 
 
 def ranks(size: int, run_dir: str, *overrides: str, resume: str = "", kill: Any = None) -> None:
-    """Run a recipe on so many ranks, each a process."""
-    context = multiprocessing.spawn(
-        _rank, args=(size, free_port(), run_dir, overrides, resume), nprocs=size, join=False
+    """Run a recipe on so many ranks, each a process, forked from one that has torch imported."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    arguments = (size, free_port(), run_dir, overrides, resume, dict(os.environ))
+    context = multiprocessing.start_processes(
+        _rank, args=arguments, nprocs=size, join=False, start_method="forkserver"
     )
     if kill is not None:
         kill(context)
@@ -130,11 +133,18 @@ def ranks(size: int, run_dir: str, *overrides: str, resume: str = "", kill: Any 
 
 
 def _rank(
-    rank: int, size: int, port: int, run_dir: str, overrides: tuple[str, ...], resume: str
+    rank: int,
+    size: int,
+    port: int,
+    run_dir: str,
+    overrides: tuple[str, ...],
+    resume: str,
+    environment: dict[str, str],
 ) -> None:
     from ampctl.train import worker
 
     torch.set_num_threads(1)
+    os.environ |= environment
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
     if resume:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from ampctl.distributed.shard import local
+
 _CACHED_ELEMENTS = 2**18  # a block that is read several times while a core's cache holds it
 _QUEUED_ELEMENTS = 2**24  # on an accelerator: few kernels, whose temporary memory is still small
 
@@ -15,13 +17,14 @@ def gather(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
     """Collect the gradients that exist, in one list for each device and dtype.
 
     A sparse gradient is coalesced (in place on the parameter) and stands with its values, a complex
-    one with its real and imaginary parts.
+    one with its real and imaginary parts, one that is spread over ranks with this rank's part.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
+        gradient = local(gradient)
         if gradient.is_sparse:
             # Uncoalesced entries of one row would be measured and clipped one by one.
             parameter.grad = gradient = gradient.coalesce()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -17,15 +18,38 @@ def temporary(path: Path) -> Path:
 
 
 def discard(tmp: Path) -> None:
-    """Remove a temporary file, if it is there, while another error is on its way."""
+    """Remove a temporary file or folder, if it is there, while another error is on its way."""
+    if tmp.is_dir():
+        shutil.rmtree(tmp, ignore_errors=True)
+        return
     with contextlib.suppress(OSError):
         tmp.unlink()
 
 
 def publish(tmp: Path, path: Path) -> None:
-    """Give a written file its name, atomically and down to the disk."""
+    """Give a written file or folder its name, atomically and down to the disk."""
+    if tmp.is_dir():
+        sync_folder(tmp)
+        if path.is_dir():
+            _exchange(tmp, path)
+            sync_folder(path.parent)
+            shutil.rmtree(tmp)  # what had the name before
+            return
     os.replace(tmp, path)
     sync_folder(path.parent)
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Let two folders change their names, at once where the file system can."""
+    current, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = (os.fsencode(a), os.fsencode(b))
+    if rename is not None and not rename(current, names[0], current, names[1], exchange):
+        return
+    aside = a.with_name(f"{a.name}.old.tmp")
+    os.replace(b, aside)
+    os.replace(a, b)
+    os.replace(aside, a)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

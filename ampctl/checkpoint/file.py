@@ -123,7 +123,7 @@ def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> 
         try:
             record = None if sealed else zipfile.ZipFile(file).testzip()
             if record is not None:
-                raise _damaged(path, f"its record {record} fails its CRC-32")
+                raise damaged(path, f"its record {record} fails its CRC-32")
             file.seek(0)
             payload = torch.load(
                 path if mmap else file, map_location="cpu", weights_only=True, mmap=mmap
@@ -133,7 +133,7 @@ def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> 
         except pickle.UnpicklingError as error:
             raise _unsafe(path, error) from error
         except Exception as error:
-            raise _damaged(path, f"torch cannot decode it ({type(error).__name__})") from error
+            raise damaged(path, f"torch cannot decode it ({type(error).__name__})") from error
     return _check_content(path, payload)
 
 
@@ -190,7 +190,7 @@ def _open(path: Path) -> BinaryIO:
                 path, "it is a folder", "name a checkpoint file or a run folder"
             )
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            raise UnusableCheckpointError(path, "it is not a regular file", _NAME_ANOTHER)
+            raise UnusableCheckpointError(path, "it is not a regular file", NAME_ANOTHER)
         return path.open("rb")
     except FileNotFoundError as error:
         raise UnusableCheckpointError(
@@ -198,22 +198,23 @@ def _open(path: Path) -> BinaryIO:
         ) from error
     except OSError as error:
         raise UnusableCheckpointError(
-            path, f"it cannot be opened ({error.strerror})", _NAME_ANOTHER
+            path, f"it cannot be opened ({error.strerror})", NAME_ANOTHER
         ) from error
 
 
-_NAME_ANOTHER = "name another checkpoint file, or the run folder for its newest intact one"
+NAME_ANOTHER = "name another checkpoint file, or the run folder for its newest intact one"
 
 
-def _damaged(path: Path, detail: str) -> UnusableCheckpointError:
-    return UnusableCheckpointError(path, f"it is damaged: {detail}", _NAME_ANOTHER)
+def damaged(path: Path, detail: str) -> UnusableCheckpointError:
+    """Say that a checkpoint is damaged, and how."""
+    return UnusableCheckpointError(path, f"it is damaged: {detail}", NAME_ANOTHER)
 
 
 def _unsafe(path: Path, error: pickle.UnpicklingError) -> UnusableCheckpointError:
     name = re.search(r"GLOBAL (\S+)", str(error))
     what = f"would import {name[1]}" if name else "holds more than plain types and tensors"
     return UnusableCheckpointError(
-        path, f"it {what}, so it is no ampctl checkpoint and may be hostile", _NAME_ANOTHER
+        path, f"it {what}, so it is no ampctl checkpoint and may be hostile", NAME_ANOTHER
     )
 
 
@@ -221,21 +222,21 @@ def _check_bytes(path: Path, file: BinaryIO, digests: Collection[str] | None) ->
     """Raise if the bytes are not those that were written; tell if the file itself proves it."""
     size = os.fstat(file.fileno()).st_size
     if size == 0:
-        raise _damaged(path, "it is empty")
+        raise damaged(path, "it is empty")
     body, whole, tail = _fingerprint(file, size)
     if digests is not None and whole not in digests:
-        raise _damaged(path, "its SHA-256 is not the one that index.json holds")
+        raise damaged(path, "its SHA-256 is not the one that index.json holds")
     if tail.startswith(_SEAL):
         if tail != _SEAL + body.encode():
-            raise _damaged(path, "its SHA-256 is not the one that it ends with")
+            raise damaged(path, "its SHA-256 is not the one that it ends with")
         return True
     file.seek(0)
     head = file.read(len(_ZIP_HEAD))
     if not _ZIP_HEAD.startswith(head):
-        raise UnusableCheckpointError(path, "it is not a checkpoint file", _NAME_ANOTHER)
+        raise UnusableCheckpointError(path, "it is not a checkpoint file", NAME_ANOTHER)
     end = tail[-_ZIP_END_SIZE:]
     if not end.startswith(_ZIP_END) or not end.endswith(b"\0\0"):
-        raise _damaged(path, "its end is missing")
+        raise damaged(path, "its end is missing")
     return False
 
 
@@ -267,13 +268,13 @@ def _check_content(path: Path, payload: Any) -> dict[str, Any]:
         )
     missing = [key for key in REQUIRED_KEYS if key not in payload]
     if missing:
-        raise UnusableCheckpointError(path, _lacks(missing), _NAME_ANOTHER)
+        raise UnusableCheckpointError(path, _lacks(missing), NAME_ANOTHER)
     for key, types in _TYPES.items():
         if not isinstance(payload[key], types):
             found = type(payload[key]).__name__
             allowed = " or ".join("None" if kind is NoneType else kind.__name__ for kind in types)
             raise UnusableCheckpointError(
-                path, f"its `{key}` is of type {found}, not {allowed}", _NAME_ANOTHER
+                path, f"its `{key}` is of type {found}, not {allowed}", NAME_ANOTHER
             )
     return payload
 

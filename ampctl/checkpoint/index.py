@@ -15,17 +15,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ampctl.checkpoint import disk, file
+from ampctl.checkpoint import disk, file, parts
 
 FOLDER = "checkpoints"
 INDEX = "index.json"
-NONFINITE_SUFFIX = ".nonfinite.pt"
+NONFINITE = ".nonfinite"
 
 Notify = Callable[[str], None]
 """Says a line to the user."""
 
 # Names from an index are joined to the folder and may be unlinked: nothing else is let in.
-_FILE_NAME = re.compile(r"step-(\d{8,})(\.nonfinite)?\.pt")
+_FILE_NAME = re.compile(r"step-(\d{8,})(\.nonfinite)?\.(pt|dist)")
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,14 @@ def log_warning(message: str) -> None:
     logging.getLogger("ampctl").warning("%s", message)
 
 
-def file_name(step: int, finite: bool) -> str:
-    """Return the name of a step's file."""
-    return f"step-{step:08d}" + (".pt" if finite else NONFINITE_SUFFIX)
+def file_name(step: int, finite: bool, *, in_parts: bool = False) -> str:
+    """Return the name of a step's file, or of its folder where ranks write it together."""
+    return f"step-{step:08d}{'' if finite else NONFINITE}{parts.SUFFIX if in_parts else '.pt'}"
+
+
+def step_files(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, in the order of their steps."""
+    return sorted(path for path in folder.glob("step-*") if _FILE_NAME.fullmatch(path.name))
 
 
 def read_index(run_dir: Path, notify: Notify = log_warning) -> list[Entry]:
@@ -61,7 +66,7 @@ def read_index(run_dir: Path, notify: Notify = log_warning) -> list[Entry]:
     entries = parse_index(folder)
     if entries is not None:
         return entries
-    files = [path for path in folder.glob("step-*.pt") if _FILE_NAME.fullmatch(path.name)]
+    files = step_files(folder)
     if not files:
         return []
     notify(f"{folder / INDEX} is missing or damaged; examining the {len(files)} checkpoint files")
@@ -88,12 +93,12 @@ def parse_index(folder: Path) -> list[Entry] | None:
         return None
     entries: dict[str, Entry] = {}
     for row in rows:
-        if not (folder / row.file).is_file():  # a kill came between index and rename
+        if not (folder / row.file).exists():  # a kill came between index and rename
             continue
         if row.file in entries:
             # A name is saved anew after going back in a run. Both rows stand until the new file has
             # the name; the old one holds if a kill came before.
-            if file.digest(folder / row.file) != row.sha256:
+            if parts.digest(folder / row.file) != row.sha256:
                 continue
             del entries[row.file]
         entries[row.file] = row
@@ -129,7 +134,7 @@ def _entry(raw: dict[str, Any]) -> Entry:
 
 def _examine(path: Path, notify: Notify) -> Entry | None:
     try:
-        payload = file.read(path, None, mmap=True)
+        payload = parts.read(path, None, mmap=True)
     except file.UnusableCheckpointError as error:
         notify(f"checkpoint {path.name} cannot be used ({error.reason}); it is left out")
         return None
@@ -138,9 +143,9 @@ def _examine(path: Path, notify: Notify) -> Entry | None:
     return Entry(
         file=path.name,
         step=int(path.name[len("step-") :].split(".")[0]),
-        size=facts.st_size,
-        sha256=file.digest(path),
+        size=parts.size(path),
+        sha256=parts.digest(path),
         metrics=metrics if isinstance(metrics, dict) else {},
-        finite=not path.name.endswith(NONFINITE_SUFFIX),
+        finite=NONFINITE not in path.name,
         time=facts.st_mtime,
     )

@@ -12,15 +12,18 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ampctl.checkpoint import disk, file
+from torch import Tensor
+
+from ampctl.checkpoint import disk, file, parts
+from ampctl.checkpoint.file import UnusableCheckpointError
+from ampctl.checkpoint.flight import Flight
 from ampctl.checkpoint.index import (
     FOLDER,
-    NONFINITE_SUFFIX,
+    NONFINITE,
     Entry,
     Notify,
     file_name,
@@ -29,12 +32,15 @@ from ampctl.checkpoint.index import (
     read_index,
     write_index,
 )
+from ampctl.checkpoint.links import point
+from ampctl.distributed.ranks import Writers
 from ampctl.errors import CheckpointError, first_of
 from ampctl.monitor import Mode, is_better
 from ampctl.plain import nonfinite
 
-LATEST = "latest.pt"
-BEST = "best.pt"
+LATEST = "latest"
+BEST = "best"
+SUFFIXES = (".pt", parts.SUFFIX)
 
 
 class NoCheckpointError(CheckpointError):
@@ -76,21 +82,22 @@ class Store:
         monitor: str,
         mode: Mode,
         asynchronous: bool,
+        writers: Writers | None = None,
         notify: Notify = log_warning,
     ) -> None:
+        self._writers = writers
         self._folder = run_dir / FOLDER
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._monitor = monitor
         self._mode: Mode = mode
-        self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
-        self._in_flight: Future[None] | None = None
+        self._flight = Flight(asynchronous)
         self._saved: deque[Saved] = deque()
         self._proved = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for stale in self._folder.glob(".*.tmp"):
-                stale.unlink()
+                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         except OSError as error:
             raise disk.fault(self._folder, error, 0) from error
         self._entries = read_index(run_dir, notify)
@@ -102,25 +109,23 @@ class Store:
         step: int,
         metrics: Mapping[str, float],
         nonfinite: Sequence[str] = (),
+        shards: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Save a snapshot; with ``nonfinite`` tensors it is set aside and never latest or best.
 
-        Waits for the save before it, and raises that one's error.
+        With ``shards``, this rank's part of the tensors that are empty in the snapshot, the other
+        ranks write theirs by `Elsewhere`. Waits for the save before it, and raises that one's
+        error.
         """
-        self._finish()
         figures = {name: float(value) for name, value in metrics.items()}
-        arguments = (payload, step, figures, not nonfinite)
-        if self._writer is None:
-            self._commit(*arguments)
-        else:
-            self._in_flight = self._writer.submit(self._commit, *arguments)
+        self._flight.start(self._commit, payload, step, figures, not nonfinite, shards)
 
     def wait(self) -> Path | None:
         """Block until the last save is on the disk; return the newest finite file, if any.
 
         Raises the error of that save.
         """
-        self._finish()
+        self._flight.land()
         newest = _newest(self._entries)
         return self._folder / newest.file if newest else None
 
@@ -130,21 +135,24 @@ class Store:
 
     def close(self) -> None:
         """Wait for the last save, raise its error, and end the thread."""
-        if self._writer is not None:
-            self._writer.shutdown()
-        self._finish()
-
-    def _finish(self) -> None:
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            in_flight.result()
+        self._flight.close()
 
     def _commit(
-        self, payload: Mapping[str, Any], step: int, metrics: dict[str, float], finite: bool
+        self,
+        payload: Mapping[str, Any],
+        step: int,
+        metrics: dict[str, float],
+        finite: bool,
+        shards: Mapping[str, Tensor] | None,
     ) -> None:
-        path = self._folder / file_name(step, finite)
+        path = self._folder / file_name(step, finite, in_parts=shards is not None)
         # In the file too, so that a lost index can be made again with the best files known.
-        written = file.write(path, {**payload, "metrics": metrics})
+        payload = {**payload, "metrics": metrics}
+        if shards is None:
+            written = file.write(path, payload)
+        else:
+            assert self._writers is not None, "a sharded state has several ranks"
+            written = parts.write(path, payload, shards, self._writers)
         entry = Entry(
             file=path.name,
             step=step,
@@ -159,7 +167,7 @@ class Store:
             if all(e.file != entry.file for e in present):
                 # A kill between index and unlink leaves a file that no row tells of: under the row
                 # of the new file it would pass for damaged.
-                path.unlink(missing_ok=True)
+                parts.remove(path)
             write_index(self._folder, [*present, entry])
             disk.publish(disk.temporary(path), path)
             self._entries = [*(e for e in present if e.file != entry.file), entry]
@@ -174,7 +182,7 @@ class Store:
     def _prove(self, path: Path, entry: Entry) -> None:
         """Read the first file back, before an older one is given up for it."""
         if not self._proved:
-            file.read(path, [entry.sha256], mmap=True)
+            parts.read(path, [entry.sha256], mmap=True)
             self._proved = True
 
     def _tidy(self, num_rows: int) -> None:
@@ -188,15 +196,17 @@ class Store:
         )
         newest = _newest(kept)
         best = ranked(kept, self._monitor, self._mode)[:1]
-        _link(self._folder / LATEST, newest.file if newest else None)
-        _link(self._folder / BEST, best[0].file if best else None)
+        for link, target in ((LATEST, newest), (BEST, best[0] if best else None)):
+            for suffix in SUFFIXES:
+                is_it = target is not None and target.file.endswith(suffix)
+                point(self._folder / f"{link}{suffix}", target.file if target and is_it else None)
         disk.sync_folder(self._folder)
         dropped = [e for e in self._entries if e not in kept]
         if len(kept) < num_rows:
             write_index(self._folder, kept)
         self._entries = kept
         for entry in dropped:
-            (self._folder / entry.file).unlink(missing_ok=True)
+            parts.remove(self._folder / entry.file)
 
 
 def ranked(entries: Sequence[Entry], monitor: str, mode: Mode) -> list[Entry]:
@@ -222,17 +232,33 @@ def retained(
 
 
 class Elsewhere:
-    """The store of a rank that writes nothing, as rank 0 does it."""
+    """The store of a rank other than 0, which writes what all of them hold.
+
+    Of a sharded state each rank has a part, and writes it here.
+    """
+
+    def __init__(self, run_dir: Path, *, asynchronous: bool, writers: Writers | None) -> None:
+        self._folder = run_dir / FOLDER
+        self._writers = writers
+        self._flight = Flight(asynchronous)
+
+    def save(self, shards: Mapping[str, Tensor], *, step: int) -> None:
+        """Write this rank's part. Waits for the save before it, and raises that one's error."""
+        path = self._folder / file_name(step, True, in_parts=True)  # a name for messages
+        assert self._writers is not None, "a sharded state has several ranks"
+        self._flight.start(parts.write_part, path, shards, self._writers)
 
     def wait(self) -> None:
-        """Nothing is under way here."""
+        """Block until this rank's last part is on the disk. Raises the error of that save."""
+        self._flight.land()
 
     def finished(self) -> list[Saved]:
-        """Return nothing."""
+        """Return nothing: rank 0 tells."""
         return []
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Wait for the last save, raise its error, and end the thread."""
+        self._flight.close()
 
 
 def abandon_after(run_dir: Path, entry: Entry) -> list[str]:
@@ -257,16 +283,21 @@ def abandon_after(run_dir: Path, entry: Entry) -> list[str]:
     return [f"abandoned-{other.file}" for other in later]
 
 
-def load(source: Path, *, notify: Notify) -> Loaded:
-    """Read the newest intact finite checkpoint of a run folder, or the one file named.
+def load(source: Path, *, notify: Notify, in_parts: bool = False) -> Loaded:
+    """Read the newest intact finite checkpoint of a run folder, or the one named.
 
+    Sharded tensors are whole in it; ``in_parts`` leaves them empty for `parts.fill`.
     A damaged file of a run folder is passed over with one line to ``notify``. Raises
     ``NoCheckpointError`` if the folder holds none, ``CheckpointError`` if none can be used.
     """
-    if source.is_dir():
+    if source.is_dir() and not parts.is_folder(source):
         is_checkpoints = source.name == FOLDER and not (source / FOLDER).is_dir()
-        return _load_newest(source.parent if is_checkpoints else source, notify)
-    return _load_file(source)
+        found = _load_newest(source.parent if is_checkpoints else source, notify)
+    else:
+        found = _load_one(source)
+    if not in_parts:
+        parts.fill(found.payload, found.path)
+    return found
 
 
 def _load_newest(run_dir: Path, notify: Notify) -> Loaded:
@@ -283,8 +314,8 @@ def _load_newest(run_dir: Path, notify: Notify) -> Loaded:
             continue
         path = run_dir / FOLDER / entry.file
         try:
-            payload = file.read(path, [entry.sha256])
-        except file.UnusableCheckpointError as error:
+            payload = parts.read(path, [entry.sha256])
+        except UnusableCheckpointError as error:
             failed.append((entry.file, error.reason))
             continue
         for name, reason in failed:
@@ -298,14 +329,16 @@ def _load_newest(run_dir: Path, notify: Notify) -> Loaded:
     )
 
 
-def _load_file(source: Path) -> Loaded:
-    path = Path(os.path.realpath(source))  # latest.pt and best.pt are links
+def _load_one(source: Path) -> Loaded:
+    path = Path(os.path.realpath(source))  # latest and best are links
     index = parse_index(path.parent) or []
     entry = next((e for e in index if e.file == path.name), None)
-    payload = file.read(source, [entry.sha256] if entry else None)
-    if path.name.endswith(NONFINITE_SUFFIX) or (entry and not entry.finite):
+    payload = parts.read(
+        path if parts.is_folder(path) else source, [entry.sha256] if entry else None
+    )
+    if NONFINITE in path.name or (entry and not entry.finite):
         names = nonfinite({key: payload[key] for key in ("model", "optimizer", "ema")})
-        raise file.UnusableCheckpointError(
+        raise UnusableCheckpointError(
             source,
             f"it holds NaN or infinity in {first_of(names) or 'some of its state'}",
             "name a finite one, or the run folder for its newest; `ampctl doctor` examines it",
@@ -316,34 +349,3 @@ def _load_file(source: Path) -> Loaded:
 
 def _newest(entries: Sequence[Entry]) -> Entry | None:
     return next((e for e in reversed(entries) if e.finite), None)
-
-
-def _link(link: Path, target: str | None) -> None:
-    """Point a name of the folder at a file of it, atomically, or take the name away."""
-    if target is None:
-        link.unlink(missing_ok=True)
-        return
-    if link.is_symlink() and os.readlink(link) == target:
-        return
-    tmp = disk.temporary(link)
-    tmp.unlink(missing_ok=True)
-    try:
-        _point(tmp, link.with_name(target))
-        os.replace(tmp, link)
-    finally:
-        tmp.unlink(missing_ok=True)  # rename leaves it where both are one file already
-
-
-def _point(link: Path, target: Path) -> None:
-    try:
-        os.symlink(target.name, link)
-        return
-    except OSError:  # FAT, some network and container mounts
-        pass
-    try:
-        os.link(target, link)
-    except OSError:
-        with target.open("rb") as source, link.open("wb") as copy:
-            shutil.copyfileobj(source, copy)
-            copy.flush()
-            os.fsync(copy.fileno())

@@ -1,8 +1,9 @@
-"""Moving a batch, whatever its nesting, to the device that trains on it."""
+"""The tensors of a batch, whatever its nesting, and moving them to the device that trains."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,3 +44,15 @@ def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) 
             subclass[name] = to_device(part, device, channels_last=channels_last)
         return subclass
     return batch
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors(part)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors(part)

@@ -76,7 +76,7 @@ def resume(
     if plan is None:
         from ampctl.train import worker
 
-        if is_restarted() and run_dir is not None and any(run_dir.glob("checkpoints/step-*.pt")):
+        if is_restarted() and run_dir is not None and any(run_dir.glob("checkpoints/step-*")):
             source = run_dir
         worker.resume(source, overrides, run_dir=run_dir, trusted=trusted, quiet=quiet)
         return

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
@@ -21,6 +21,8 @@ from ampctl.errors import MachineError, NumericsError
 
 T = TypeVar("T")
 
+
+_BUCKET_ELEMENTS = 2**23
 
 _PLACE = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -32,13 +34,15 @@ class Ranks:
     ``local_rank`` is the place among those of this machine, which chooses the device.
     ``shares_verdict``: whether gradients can differ between ranks, so that they must agree on
     whether one is non-finite. DDP's own reduction makes them equal, but for parameters that it is
-    told to ignore and for models that are called past it.
+    told to ignore and for models that are called past it. ``shards``: whether each rank has a part
+    of every parameter, and of its gradient, rather than the whole.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     shares_verdict: bool = False
+    shards: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -50,10 +54,49 @@ class Ranks:
         if self.size > 1 and self.shares_verdict:
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)  # all ranks: each optimizer step
 
+    def norm_(self, norm: Tensor) -> None:
+        """Make the 2-norm of this rank's gradients in place that of all, where each has a part."""
+        if self.shards:
+            square = norm.double().square()
+            dist.all_reduce(square)  # all ranks: each optimizer step that is measured or clipped
+            norm.copy_(square.sqrt())
+
+    def share_and_largest_(self, share: Tensor, count: int, largest: Tensor) -> None:
+        """Make a share of ``count`` values, and the largest of them, in place those of all ranks.
+
+        Where each rank has a part of the gradients; elsewhere they are the same on all.
+        """
+        if self.shards:
+            counts = torch.stack([share * count, torch.full_like(share, count)])
+            dist.all_reduce(counts)  # all ranks: the steps that are logged
+            share.copy_(counts[0] / counts[1])
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)  # all ranks: the steps that are logged
+
     def mean_(self, value: Tensor) -> None:
         """Make a tensor in place the mean of every rank's."""
         if self.size > 1:
             dist.all_reduce(value.div_(self.size))  # all ranks: the steps that are logged
+
+    def mean_gradients_(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make gradients in place the mean of every rank's; one that is not there counts as 0.
+
+        What no rank has a gradient of keeps none.
+        """
+        held = torch.tensor([parameter.grad is not None for parameter in parameters])
+        held = held.to(torch.uint8)
+        dist.all_reduce(held, op=dist.ReduceOp.MAX)  # all ranks: each turn of an optimizer
+        found = []
+        for parameter, is_held in zip(parameters, held.tolist(), strict=True):
+            if is_held and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                found.append(parameter.grad)
+        for bucket in _buckets(found):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(self.size)
+            dist.all_reduce(flat)  # all ranks: each turn of an optimizer
+            means = torch.split(flat, [gradient.numel() for gradient in bucket])
+            for gradient, mean in zip(bucket, means, strict=True):
+                gradient.copy_(mean.view(gradient.shape))
 
     def total(self, value: float) -> float:
         """Return the sum of a number of the host over all ranks."""
@@ -109,6 +152,30 @@ class Ranks:
             )
 
 
+class Writers:
+    """The ranks of a job as those who write a checkpoint together, while the training goes on.
+
+    In a group of their own: what a thread sends must not come between what the step sends.
+    """
+
+    def __init__(self, ranks: Ranks, minutes: float) -> None:
+        self.rank = ranks.rank
+        self._size = ranks.size
+        self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+
+    def of_first(self, value: T) -> T:
+        """Return rank 0's value of something picklable."""
+        held = [value]
+        dist.broadcast_object_list(held, src=0, group=self.group)  # all ranks: saving
+        return held[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Return a picklable value of each rank, on every rank."""
+        every: list[Any] = [None] * self._size
+        dist.all_gather_object(every, value, group=self.group)  # all ranks: saving
+        return every
+
+
 ALONE = Ranks()
 """A job of one process."""
 
@@ -162,6 +229,18 @@ def joined(ranks: Ranks, *, backend: str, device: torch.device, minutes: float) 
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Deal gradients out to lists of one device and dtype, large enough to be worth sending."""
+    open_: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        kind = (gradient.device, gradient.dtype)
+        bucket = open_.setdefault(kind, [])
+        bucket.append(gradient)
+        if sum(each.numel() for each in bucket) >= _BUCKET_ELEMENTS:
+            yield open_.pop(kind)
+    yield from open_.values()
 
 
 def _number(name: str, otherwise: int) -> int:

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from ampctl import rng
 from ampctl.amp.precision import Precision
 from ampctl.amp.scaler import LossScaler
+from ampctl.data.move import tensors
 from ampctl.doctor.finding import REFUSED_REMEDY, Finding, Target
 from ampctl.doctor.float16_constants import Constants
-from ampctl.doctor.trace import Trace, place, tensors
+from ampctl.doctor.trace import Trace, place
 from ampctl.errors import AmpctlError, first_of
 from ampctl.losses import backward_passes
 from ampctl.recipe.schema import block_key

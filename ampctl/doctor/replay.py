@@ -18,7 +18,7 @@ from ampctl import rng
 from ampctl.amp import gradients
 from ampctl.amp.modules import set_module_dtypes
 from ampctl.amp.scaler import LossScaler
-from ampctl.doctor.trace import tensors
+from ampctl.data.move import tensors
 from ampctl.doctor.watch import Event, Watch
 from ampctl.losses import forward_backward
 from ampctl.state import TrainState

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampctl.data.move import tensors
+
 _PACKAGE = Path(__file__).parents[1]
 _TORCH = str(Path(torch.__file__).parent)
 _DOCTOR = str(Path(__file__).parent)
@@ -130,18 +132,6 @@ def place(model: nn.Module, frame: FrameType | None = None) -> Place:
     for an operation that has something to it.
     """
     return _walk(_names(model), frame or sys._getframe(1))
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors(part)
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from tensors(part)
 
 
 def source_of(frame: FrameType, line: int | None = None) -> str:

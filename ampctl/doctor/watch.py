@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ampctl.doctor.trace import Operation, Place, Places, Trace, tensors
+from ampctl.data.move import tensors
+from ampctl.doctor.trace import Operation, Place, Places, Trace
 
 # Memory that nothing has been written to yet holds anything.
 _UNWRITTEN = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})

@@ -177,6 +177,9 @@ class DistributedConfig:
 
     strategy: Literal["ddp", "fsdp"] = key("ddp", "how the model is spread over ranks")
     backend: Literal["auto", "nccl", "gloo"] = key("auto", "auto: nccl on CUDA, gloo elsewhere")
+    blocks: str | tuple[str, ...] | None = key(
+        None, "fsdp: globs of the modules that are sharded; null: the largest list of like modules"
+    )
     find_unused_parameters: bool = key(False, "allow parameters that take no part in the loss")
     timeout_minutes: float = key(10.0, "how long a rank waits for the others", above=0)
 

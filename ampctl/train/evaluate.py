@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampctl import rng
 from ampctl.amp.precision import has_float64
-from ampctl.data.loader import Borrowed
+from ampctl.data.loader import Borrowed, unwrapped
 from ampctl.data.move import to_device
 from ampctl.errors import UsageError
 from ampctl.state import TrainState
@@ -29,6 +29,8 @@ def evaluate(
     Several ranks have a part of the batches each, the same number of them; ``proceed`` must say the
     same on all. The metrics are those of all parts, on every rank.
     """
+    # Each rank's statistics are of its own batches: all evaluate what a checkpoint holds.
+    state.buffers.follow_first(state.ranks)
     state.buffers.snapshot()
     modes = {module: module.training for module in state.bare.modules()}
     state.bare.eval()
@@ -52,9 +54,11 @@ def _means(
     for batch in batches:
         if not proceed():
             return None
-        if isinstance(batch, Borrowed):
-            continue  # another rank counts it
-        count = float(state.task.num_items(batch))  # while the batch is on the host
+        borrowed = isinstance(batch, Borrowed)  # another rank counts it
+        if borrowed and not state.ranks.shards:
+            continue
+        (batch,) = unwrapped([batch])
+        count = 0.0 if borrowed else float(state.task.num_items(batch))  # while it is on the host
         batch = to_device(batch, state.device, channels_last=state.channels_last)
         extras = state.extras("loss")
         with state.precision.autocast(), torch.set_grad_enabled("grad" in extras):

@@ -46,7 +46,7 @@ def holds_run(run_dir: Path) -> bool:
 def refuse_to_overwrite(run_dir: Path) -> None:
     """Raise UsageError if a folder holds a run, or things that are no run's."""
     if holds_run(run_dir):
-        saved = any((run_dir / CHECKPOINTS).glob("step-*.pt"))
+        saved = any((run_dir / CHECKPOINTS).glob("step-*"))
         way_on = (
             f"`ampctl resume {run_dir}` goes on with it"
             if saved

@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ampctl import plain
 from ampctl.build import Job
 from ampctl.checkpoint.store import Elsewhere, Store
 from ampctl.data.workers import WorkerError
 from ampctl.distributed.heed import Heed
+from ampctl.distributed.shard import local
 from ampctl.doctor.misfit import in_words
 from ampctl.errors import NumericsError, RecipeError, UsageError, first_of
 from ampctl.monitor import Patience, is_better
 from ampctl.preflight import unknown_metric
-from ampctl.state import Progress, StepReport
+from ampctl.state import Progress, StepReport, TrainState
 from ampctl.step import settle, train_step
 from ampctl.train import words
 from ampctl.train.across_ranks import diagnose, require_all_used
@@ -205,7 +208,7 @@ def _take(run: Run, report: StepReport) -> None:
     if amp.nonfinite == "skip" and report.consecutive_skips < amp.max_skips:
         return
     window = next((batches for step, batches in run.windows if step == report.step), [])
-    diagnosis = diagnose(run.job.state, window, step=report.step - 1)
+    diagnosis = diagnose(run.job, window, step=report.step - 1)
     run.log.diagnosis(
         report.step,
         cause=diagnosis.cause,
@@ -286,8 +289,9 @@ def _save(run: Run) -> None:
     job, state, progress = run.job, run.job.state, run.progress
     state.require_agreement()
     saved = state.state_dict()
-    if isinstance(run.store, Elsewhere):  # rank 0 writes what all of them hold
-        run.saved_step, run.saved_at = progress.step, time.monotonic()
+    run.saved_step, run.saved_at = progress.step, time.monotonic()
+    shards: dict[str, Tensor] | None = {} if state.ranks.shards else None
+    if isinstance(run.store, Elsewhere) and shards is None:  # rank 0 writes what all of them hold
         return
     payload = plain.snapshot(
         {
@@ -298,26 +302,43 @@ def _save(run: Run) -> None:
                 **run.environment,
                 "nonfinite_by_design": sorted(state.nonfinite_by_design),
             },
-        }
+        },
+        shards=shards,
     )
-    nonfinite = _nonfinite(payload, state.nonfinite_by_design)
+    nonfinite = _nonfinite(payload, shards, state)
+    if isinstance(run.store, Elsewhere):
+        run.store.save(shards or {}, step=progress.step)
+        return
     if nonfinite:
         run.log.console.warn(
             f"step {progress.step}: not finite: {first_of(nonfinite)}. The "
-            "checkpoint is set aside as .nonfinite.pt; latest.pt stays as it was"
+            "checkpoint is set aside as .nonfinite, and the newest one stays as it was"
         )
     run.store.save(
         payload,
         step=progress.step,
         metrics=progress.metrics if progress.evaluated_step == progress.step else {},
         nonfinite=nonfinite,
+        shards=shards,
     )
-    run.saved_step, run.saved_at = progress.step, time.monotonic()
     run.log.stalled(progress.step, time.perf_counter() - begin)
     run.log.saved(run.store.finished(), run.run_dir)
 
 
-def _nonfinite(payload: dict[str, Any], by_design: frozenset[str]) -> list[str]:
-    """Name the non-finite tensors of a snapshot that were not so from the start (masks are)."""
-    found = plain.nonfinite({key: payload[key] for key in ("model", "optimizer", "ema")})
+def _nonfinite(
+    payload: dict[str, Any], shards: dict[str, Tensor] | None, state: TrainState
+) -> list[str]:
+    """Name the non-finite tensors of a snapshot that were not so from the start (masks are).
+
+    Of a sharded state the ranks put together what each finds in its part.
+    """
+    held = {key: payload[key] for key in ("model", "optimizer", "ema")}
+    if shards is None:
+        found = plain.nonfinite(held)
+    else:
+        mine = plain.nonfinite([held, {key: local(value) for key, value in shards.items()}])
+        found = sorted(
+            {name.split(".", 1)[1] for every in state.ranks.gather(mine) for name in every}
+        )
+    by_design = state.nonfinite_by_design
     return [name for name in found if name.split(".", 1)[-1] not in by_design]

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ampctl.build import Job
+from ampctl.checkpoint import parts
 from ampctl.checkpoint.index import Entry
 from ampctl.checkpoint.store import Loaded, load
 from ampctl.errors import CheckpointError
@@ -37,7 +40,7 @@ def read(
 
     Raises CheckpointError if it cannot be used or trusted, RecipeError for an override.
     """
-    found = load(source, notify=notify)
+    found = load(source, notify=notify, in_parts=True)
     text, name = found.payload["recipe"], f"recipe of {found.path.name}"
     saved = parse_recipe(text, where=name)
     for line in trust.require_trusted(saved, trust=trusted):
@@ -69,6 +72,7 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
         notify(f"resuming in {job.state.precision.name}; it was saved in {payload['dtype']}")
     names = [updater.name for updater in job.state.updaters]
     try:
+        parts.fill(payload, origin.path, _like(job, payload).get)
         job.state.load_state_dict(
             payload,
             notify=notify,
@@ -87,6 +91,26 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
     if steps is not None and progress.batch_in_epoch >= steps:  # data.drop_last, say
         progress.epoch, progress.batch_in_epoch = progress.epoch + 1, 0
     payload.clear()  # or a second copy of the state would stay in memory for the whole run
+
+
+def _like(job: Job, payload: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the sharded tensors that take those of a checkpoint, by dotted key."""
+    if not job.state.ranks.shards:
+        return {}
+    own = {
+        f"{part}.{name}": value
+        for part in ("model", "ema")
+        for name, value in job.state.bare.state_dict().items()
+    }
+    for updater in job.state.updaters:
+        saved, key = payload["optimizer"], "optimizer"
+        if updater.name:
+            saved, key = saved[updater.name], f"{key}.{updater.name}"
+        indices = [index for group in saved["param_groups"] for index in group["params"]]
+        for index, parameter in zip(indices, updater.parameters, strict=False):  # refused later
+            for name in saved["state"].get(index, {}):
+                own[f"{key}.state.{index}.{name}"] = parameter
+    return own
 
 
 def _changed(old: Block | None, new: Block | None, names: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ from ampctl.checkpoint.store import (
 )
 from ampctl.distributed.env import StopSignals, choose_device
 from ampctl.distributed.heed import Heed
-from ampctl.distributed.ranks import Ranks, from_environment, joined
+from ampctl.distributed.ranks import Ranks, Writers, from_environment, joined
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.errors import (
     AmpctlError,
@@ -110,7 +110,7 @@ def resume(
         ranks = held.enter_context(_joined(loaded))
         path = ranks.of_first(found.path)
         if path != found.path:
-            found = load(path, notify=notes.append)
+            found = load(path, notify=notes.append, in_parts=True)
         where = ranks.of_first(_new_folder(loaded, run_dir or found.run_dir, ranks))
         if is_first:
             if run_dir is not None and run_dir != found.run_dir:
@@ -128,11 +128,11 @@ def _newest(run_dir: Path, notes: list[str], ranks: Ranks) -> Origin | None:
     found = None
     if ranks.is_first:
         with suppress(NoCheckpointError):
-            found = load(run_dir, notify=notes.append)
+            found = load(run_dir, notify=notes.append, in_parts=True)
     path = ranks.of_first(found.path if found else None)
     if path is None:
         return None
-    found = found or load(path, notify=notes.append)
+    found = found or load(path, notify=notes.append, in_parts=True)
     saved = parse_recipe(found.payload["recipe"], where=found.path.name)
     return Origin(found.path, found.payload, saved)
 
@@ -230,6 +230,7 @@ def _fit(
         device=job.state.device,
         scaling=job.state.scaler.enabled,
     )
+    writers = Writers(ranks, job.recipe.distributed.timeout_minutes) if ranks.shards else None
     store = (
         Store(
             run_dir,
@@ -238,10 +239,11 @@ def _fit(
             monitor=checkpoint.monitor,
             mode=checkpoint.mode,
             asynchronous=checkpoint.asynchronous,
+            writers=writers,
             notify=console.warn,
         )
         if ranks.is_first
-        else Elsewhere()
+        else Elsewhere(run_dir, asynchronous=checkpoint.asynchronous, writers=writers)
     )
     run = Run(job, run_dir, store, log, Heed(signals, ranks), facts)
     if origin is not None:

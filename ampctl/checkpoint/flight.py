@@ -1,0 +1,35 @@
+"""One save at a time beside the training, or in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+
+class Flight:
+    """At most one piece of work at a time, in a thread where it is ``asynchronous``."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._in_flight: Future[None] | None = None
+
+    def start(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Begin, once what was begun before is done; raise the error of that."""
+        self.land()
+        if self._thread is None:
+            work(*arguments)
+        else:
+            self._in_flight = self._thread.submit(work, *arguments)
+
+    def land(self) -> None:
+        """Wait for what was begun, and raise its error, once."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.result()
+
+    def close(self) -> None:
+        """Wait, end the thread, and raise the error of what was begun."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self.land()

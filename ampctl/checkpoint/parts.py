@@ -1,0 +1,283 @@
+"""A checkpoint that ranks write together: a folder with one part of the state from each of them.
+
+``state.pt`` in it is a checkpoint file as `file` writes it, with the sharded tensors left empty,
+and with size and SHA-256 of each part. The parts are written and read by
+``torch.distributed.checkpoint``, so that any number of ranks can read them; its pickled index is
+read as data that may be hostile. The functions that take a path know both forms.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ampctl.checkpoint import disk, file
+from ampctl.checkpoint.file import UnusableCheckpointError, Written
+from ampctl.distributed.ranks import Writers
+from ampctl.distributed.shard import is_sharded, spread
+from ampctl.errors import MachineError
+
+SUFFIX = ".dist"
+STATE = "state.pt"
+PARTS = "parts"
+"""The key of ``state.pt`` that tells of the parts."""
+
+_METADATA = ".metadata"
+_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path is named as a checkpoint of parts."""
+    return path.name.endswith(SUFFIX)
+
+
+def write(
+    path: Path, payload: Mapping[str, Any], shards: Mapping[str, Tensor], writers: Writers
+) -> Written:
+    """Write a checkpoint to ``disk.temporary(path)``, as rank 0, while the others `write_part`.
+
+    ``payload``: what `file.write` takes, with tensors on the meta device in place of the shards;
+    ``shards``: this rank's of each, by dotted key. Raises ``MachineError`` when a rank cannot
+    write; nothing is left then. The digest is that of ``state.pt``.
+    """
+    folder = disk.temporary(path)
+    try:
+        parts = _write_parts(path, folder, shards, writers)
+        told = {name: {"size": p.size, "sha256": p.sha256} for name, p in parts.items()}
+        state = file.write(folder / STATE, {**payload, PARTS: told})
+        disk.publish(disk.temporary(folder / STATE), folder / STATE)
+    except BaseException:
+        disk.discard(folder)
+        raise
+    return Written(state.size + sum(part.size for part in parts.values()), state.sha256)
+
+
+def write_part(path: Path, shards: Mapping[str, Tensor], writers: Writers) -> None:
+    """Write this rank's part of a checkpoint that rank 0 `write`\\ s. Raises as it does."""
+    _write_parts(path, None, shards, writers)
+
+
+def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> dict[str, Any]:
+    """Read a checkpoint of either form, as `file.read` does one file.
+
+    Of a folder all parts are proved, and the sharded tensors stay empty (on the meta device) until
+    `fill` fills them. Raises ``UnusableCheckpointError``.
+    """
+    if not is_folder(path):
+        return file.read(path, digests, mmap=mmap)
+    if not path.is_dir():
+        raise UnusableCheckpointError(path, "there is no such folder", file.NAME_ANOTHER)
+    payload = file.read(path / STATE, digests, mmap=mmap)
+    for name, told in _parts(path, payload).items():
+        part = path / name
+        if part.is_symlink() or not part.is_file():
+            raise file.damaged(path, f"its part {name} is missing")
+        if part.stat().st_size != told.size or file.digest(part) != told.sha256:
+            raise file.damaged(path, f"its part {name} is not the one that was written")
+    return payload
+
+
+def fill(
+    payload: dict[str, Any], path: Path, like: Callable[[str], Tensor | None] = lambda key: None
+) -> None:
+    """Bring the tensors of a payload that was read from ``path`` in place to what they should be.
+
+    ``like`` returns the tensor that takes the one of a dotted key: where it is sharded, this rank
+    gets its own part, and elsewhere the whole on the CPU. Raises ``UnusableCheckpointError``.
+    """
+    wanted: dict[str, Tensor] = {}
+    _replace(payload, "", lambda key, tensor: _target(key, tensor, like(key), wanted))
+    if not wanted:
+        return
+    from torch.distributed.checkpoint.api import CheckpointException  # no Exception
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group, which none needs
+            load(dict(wanted), storage_reader=_reader(path, _parts(path, payload)), no_dist=True)
+    except UnusableCheckpointError:
+        raise
+    except CheckpointException as error:
+        why = _first_line(next(iter(error.failures.values()))[0])
+        raise file.damaged(path, f"its parts cannot be read ({why})") from error
+    except Exception as error:  # as in `file.read`: the bytes are at fault, whatever they are
+        raise file.damaged(path, f"its parts cannot be read ({_first_line(error)})") from error
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 that an index has of a checkpoint of either form."""
+    return file.digest(path / STATE if is_folder(path) else path)
+
+
+def size(path: Path) -> int:
+    """Return the size of a checkpoint of either form in bytes."""
+    files = path.iterdir() if is_folder(path) else [path]
+    return sum(each.stat().st_size for each in files)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint of either form, if it is there; of a folder never a part alone."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    going = disk.temporary(path)
+    os.replace(path, going)
+    shutil.rmtree(going)
+
+
+def _write_parts(
+    path: Path, folder: Path | None, shards: Mapping[str, Tensor], writers: Writers
+) -> dict[str, Written]:
+    """Write the parts of all ranks to the folder that rank 0 has made; return them all."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    problem: OSError | None = None
+    if folder is not None:
+        try:
+            folder.mkdir()
+        except OSError as error:
+            problem = error
+    told, problem = writers.of_first((folder, problem))
+    if problem is not None:
+        raise disk.fault(path, problem, 0)
+    assert told is not None, "rank 0 has a folder"
+    quiet = logging.getLogger("torch.distributed.checkpoint")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            quiet.setLevel(logging.ERROR)
+            save(
+                dict(shards),
+                storage_writer=FileSystemWriter(told, thread_count=1),
+                process_group=writers.group,
+            )
+        own = [*told.glob(f"__{writers.rank}_*.distcp"), *([told / _METADATA] if folder else [])]
+        parts = {part.name: Written(part.stat().st_size, file.digest(part)) for part in own}
+        every = writers.gather(parts)
+    except CheckpointException as error:
+        raise _fault(path, error) from error
+    return {name: part for parts in every for name, part in parts.items()}
+
+
+def _fault(path: Path, error: Any) -> MachineError:
+    """Say which rank could not write, and why."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    if isinstance(cause, OSError):
+        return disk.fault(path, cause, 0)
+    return MachineError(f"cannot write {path}: rank {rank}: {_first_line(cause)}")
+
+
+def _parts(path: Path, payload: Mapping[str, Any]) -> dict[str, Written]:
+    """Return the parts that ``state.pt`` tells of, none of them outside of the folder."""
+    told = payload.get(PARTS)
+    if not isinstance(told, dict):
+        raise file.damaged(path, f"its {STATE} does not tell of its parts")
+    parts = {}
+    for name, row in told.items():
+        is_part = isinstance(name, str) and _PART.fullmatch(name) and isinstance(row, dict)
+        if not is_part or not isinstance(row.get("size"), int):
+            raise file.damaged(path, f"its {STATE} tells of a part {str(name)[:80]!r}")
+        parts[name] = Written(row["size"], str(row.get("sha256")))
+    if _METADATA not in parts:
+        raise file.damaged(path, f"it has no {_METADATA}")
+    return parts
+
+
+def _replace(value: Any, key: str, change: Callable[[str, Tensor], Tensor]) -> Any:
+    """Change the tensors in a nest of dicts and lists, in place."""
+    if isinstance(value, Tensor):
+        return change(key, value)
+    places: Any = ()
+    if isinstance(value, dict):
+        places = list(value.items())
+    elif isinstance(value, list):
+        places = list(enumerate(value))
+    for name, part in places:
+        value[name] = _replace(part, f"{key}.{name}" if key else f"{name}", change)
+    return value
+
+
+def _target(key: str, tensor: Tensor, own: Tensor | None, wanted: dict[str, Tensor]) -> Tensor:
+    fits = own is not None and is_sharded(own) and own.shape == tensor.shape
+    if not tensor.is_meta:
+        return spread(tensor, cast(Tensor, own)) if fits else tensor
+    if fits:
+        wanted[key] = torch.empty_like(cast(Tensor, own), dtype=tensor.dtype, requires_grad=False)
+    else:
+        wanted[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return wanted[key]
+
+
+def _reader(path: Path, parts: Collection[str]) -> Any:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    class Reader(FileSystemReader):
+        """Torch's reader, whose index is data: torch would unpickle whatever stands in it."""
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return _read_metadata(path, parts)
+
+    return Reader(path)
+
+
+def _read_metadata(path: Path, parts: Collection[str]) -> Any:
+    """Read the index of the parts: where each piece of each tensor lies.
+
+    Nothing but tensors is let in (torch would unpickle anything else), and no other file.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+    metadata = _Unpickler(io.BytesIO((path / _METADATA).read_bytes())).load()
+    if not isinstance(metadata, Metadata):
+        raise ValueError("the index is not one")
+    for kind in metadata.state_dict_metadata.values():
+        if type(kind) is not TensorStorageMetadata:
+            raise ValueError("the index has something that is no tensor")
+    for info in cast(Any, metadata.storage_data).values():
+        if info.relative_path not in parts or getattr(info, "transform_descriptors", None):
+            raise ValueError("the index points at another file")
+    metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds the classes of an index, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) == ("torch", "Size") or name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it would import {module}.{name}")
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

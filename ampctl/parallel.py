@@ -1,0 +1,44 @@
+"""How several ranks share one model: a copy on each (DDP), or a part of it (FSDP2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ampctl.distributed.ranks import Ranks
+from ampctl.distributed.shard import shard_
+from ampctl.errors import RecipeError
+from ampctl.recipe.load import LoadedRecipe
+from ampctl.tasks import Task, has_own
+
+
+def shard(loaded: LoadedRecipe, model: nn.Module, device: torch.device, ranks: Ranks) -> Ranks:
+    """Shard a model in place; return the ranks as those that have a part of it each."""
+    globs = loaded.recipe.distributed.blocks or ()
+    try:
+        shard_(model, ranks, device, (globs,) if isinstance(globs, str) else globs)
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        key = "distributed.blocks" if globs else "distributed.strategy"
+        message = f"fsdp cannot shard this model: {error}"
+        raise RecipeError([loaded.problem(key, message)]) from error
+    return replace(ranks, shards=True, shares_verdict=True)
+
+
+def in_ddp(
+    loaded: LoadedRecipe, model: nn.Module, device: torch.device, task: Task, ranks: Ranks
+) -> nn.Module:
+    """Let several ranks average their gradients; a sharded model does so itself."""
+    if ranks.size == 1 or ranks.shards:
+        return model
+    if has_own(task, "losses"):  # which calls parts of the model, past DDP: see `losses`
+        ranks.follow_first_([each.data for each in (*model.parameters(), *model.buffers())])
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type in ("cuda", "xpu") else None,
+        find_unused_parameters=loaded.recipe.distributed.find_unused_parameters,
+        gradient_as_bucket_view=False,  # gradients are dropped and read as tensors of their own
+    )
