@@ -211,23 +211,27 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 PARTS = """
 import time
+from torch.utils.data import Dataset
 from ampctl.data import Digits
 
-class Slow(Digits):
-    def __init__(self, delay_s, **others):
-        super().__init__(**others)
+class Slow(Dataset):
+    def __init__(self, delay_s):
+        self.digits = Digits(split="train")
         self.delay_s = delay_s
+
+    def __len__(self):
+        return len(self.digits)
 
     def __getitem__(self, index):
         time.sleep(self.delay_s)
-        return super().__getitem__(index)
+        return self.digits[index]
 """
 RECIPE = """
 name: slow
 model: {_target_: ampctl.models.MLP, in_features: 64, hidden: [8], num_classes: 10, dropout: 0.2}
 task: {_target_: ampctl.tasks.Classification}
 data:
-  train: {_target_: slow_parts.Slow, split: train, delay_s: 0}
+  train: {_target_: slow_parts.Slow, delay_s: 0}
   batch_size: 8
 optimizer: {_target_: torch.optim.AdamW, lr: 1e-3}
 amp: {dtype: bfloat16, clip_norm: 1.0}
@@ -405,7 +409,7 @@ def test_sg3_a_job_that_is_signalled_requeues_itself_and_ends_as_one_that_was_no
     assert events(whole, "start")[0]["world_size"] == 2
     assert events(whole, "train")[-1]["step"] == 60
 
-    stopped = cluster.submit("data.train.delay_s=0.02")
+    stopped = cluster.submit("data.train.delay_s=0.04")
     until(lambda: list(run_of(stopped).glob("checkpoints/step-*.pt")), lambda: said(stopped))
     # To the script alone, as --signal=B:USR1@120 does before the time is up.
     assert cluster.run("scancel", "--batch", "--signal=USR1", stopped).returncode == 0
