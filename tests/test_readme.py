@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer.main
 import yaml
 
 from ampctl import errors
+from ampctl.cli import app
 from ampctl.doctor.finding import MEANINGS
 from ampctl.recipe.hints import default_values, schema_keys
 from ampctl.recipe.load import load_recipe
@@ -219,6 +222,16 @@ def test_every_other_command_is_one_that_a_test_knows(
     curves = Path("digits_curves.svg").read_text(encoding="utf-8")
     assert curves.count("<polyline") == 3
     assert 'stroke="#cf222e"' in curves
+
+
+def test_the_commands_for_several_machines_are_good_command_lines() -> None:
+    lines = [line for block in blocks("text") for line in block.splitlines()]
+    words = [shlex.split(line) for line in lines if line.startswith(("ampctl ", "sbatch "))]
+    assert [each[0] for each in words] == ["ampctl", "sbatch"]
+    train = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    assert train.make_context("train", words[0][2:]).params["nnodes"] == "2"
+    script = words[1].index("scripts/slurm.sbatch")
+    assert train.make_context("train", words[1][script + 1 :]).params["recipe"] == "my.yaml"
 
 
 def test_the_own_example_is_a_dozen_lines_and_is_there(folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampctl.distributed.member import LAUNCHER, is_restarted
-from ampctl.distributed.plan import Options, Plan, plan_for, refuse_in_rank
+from ampctl.distributed.plan import Options, Plan, plan_for, refuse_in_rank, with_variables
 from ampctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def train(
     Raises UsageError and MachineError for options that cannot be, RankFailedError for a rank that
     failed, and what :func:`ampctl.train.worker.train` raises. ``notify`` is told of restarts.
     """
+    options = with_variables(options)
     _import_torch(options)
     plan = plan_for(options, loaded.recipe)
     if plan is None:
@@ -66,6 +67,7 @@ def resume(
 ) -> None:
     """Go on from a checkpoint here or in ranks. Raises as :func:`train`, and CheckpointError."""
     refuse_in_rank(options)
+    options = with_variables(options)
     _import_torch(options)
     plan = None
     if options.given():  # without any, the worker alone reads the checkpoint

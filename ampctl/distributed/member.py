@@ -18,8 +18,13 @@ _GRACE_S = 30
 
 
 def is_rank() -> bool:
-    """Return whether a launcher, torchrun or another one, has started this process as a rank."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    """Return whether a launcher, torchrun or another one, has started this process as a rank.
+
+    A Kubernetes operator counts pods in RANK; where it sets PET_NODE_RANK it waits for a launcher.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return True
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys() and "PET_NODE_RANK" not in os.environ
 
 
 def end_with_launcher() -> None:

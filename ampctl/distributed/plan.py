@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from ampctl.distributed.member import VARIABLES, is_rank
 from ampctl.errors import MachineError, UsageError
@@ -49,6 +49,33 @@ class Plan:
     nodes: int
     torchrun: tuple[str, ...]
     timeout_s: int
+
+
+def with_variables(options: Options) -> Options:
+    """Take what the command line does not say from torchrun's variables: PET_NNODES and its kin.
+
+    An operator of Kubernetes sets them in each pod. See torch.distributed.argparse_util, and for
+    PET_MASTER_ADDR torch.distributed.run. Raises UsageError for one that is no number.
+    """
+    if is_rank():  # they are inherited from its launcher
+        return options
+    found: dict[str, Any] = {
+        entry.name: os.environ[f"PET_{entry.name.upper()}"]
+        for entry in fields(options)
+        if getattr(options, entry.name) is None and os.environ.get(f"PET_{entry.name.upper()}")
+    }
+    for name in found.keys() & {"node_rank", "max_restarts"}:
+        if not found[name].isdecimal():
+            variable = f"PET_{name.upper()}"
+            raise UsageError(f"{variable}: got {found[name]!r}; allowed: a whole number from 0")
+        found[name] = int(found[name])
+    given = replace(options, **found)
+    if "node_rank" in found and given.rdzv_backend not in (None, "static"):
+        return replace(given, node_rank=None)  # torchrun does not look at it there either
+    if "node_rank" in found and given.rdzv_endpoint is None:
+        host, port = os.environ.get("PET_MASTER_ADDR"), os.environ.get("PET_MASTER_PORT", "29500")
+        return replace(given, rdzv_endpoint=f"{host}:{port}" if host else None)
+    return given
 
 
 def plan_for(options: Options, recipe: Recipe) -> Plan | None:
