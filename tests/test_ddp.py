@@ -10,8 +10,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -285,27 +283,3 @@ def test_dd7_a_bad_sample_on_one_rank_stops_all_and_is_told_with_its_rank() -> N
     assert time.monotonic() - begun < 100
     assert events("a", "stop")[-1]["exit_code"] == 3
     assert "samples 3" in events("a", "diagnosis")[-1]["cause"]
-
-
-def test_elastic_a_killed_rank_starts_all_anew_and_the_end_is_that_of_the_undisturbed_run() -> None:
-    ranks(2, "whole", "data.train.delay_s=0.02")
-    command = [sys.executable, "-m", "ampctl", "train", "recipe.yaml", "--nproc-per-node=2"]
-    command += ["--max-restarts=1", "--run-dir=killed", "data.train.delay_s=0.02"]
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as job:
-        while not Path("killed/checkpoints/step-00000002.pt").exists() and job.poll() is None:
-            time.sleep(0.02)
-        children = Path(f"/proc/{job.pid}/task").glob("*/children")
-        pids = [int(pid) for path in children for pid in path.read_text().split()]
-        victim = next(pid for pid in pids if rank_of(pid) == "1")
-        os.kill(victim, signal.SIGKILL)
-        _, said = job.communicate(timeout=200)
-    assert job.returncode == 0, said
-    assert "was killed (SIGKILL)" in said
-    assert [event["step"] for event in events("killed", "resume")]
-    assert_same(last(Path("killed")), last(Path("whole")))
-
-
-def rank_of(pid: int) -> str | None:
-    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((e.split(b"=")[1].decode() for e in entries if e.startswith(b"RANK=")), None)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampctl.distributed.member import LAUNCHER, is_restarted
+from ampctl.distributed.member import LAUNCHER
 from ampctl.distributed.plan import Options, Plan, plan_for, refuse_in_rank, with_variables
 from ampctl.errors import UsageError
 
@@ -43,7 +43,7 @@ def train(
     if plan is None:
         from ampctl.train import worker
 
-        worker.train(loaded, run_dir=run_dir, resume=resume or is_restarted(), quiet=quiet)
+        worker.train(loaded, run_dir=run_dir, resume=resume, quiet=quiet)
         return
     if run_dir is None and plan.nodes > 1 and options.max_restarts:
         raise UsageError(
@@ -78,8 +78,6 @@ def resume(
     if plan is None:
         from ampctl.train import worker
 
-        if is_restarted() and run_dir is not None and any(run_dir.glob("checkpoints/step-*")):
-            source = run_dir
         worker.resume(source, overrides, run_dir=run_dir, trusted=trusted, quiet=quiet)
         return
     goes_on = run_dir is None or run_dir == found.run_dir

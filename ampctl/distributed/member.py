@@ -10,6 +10,9 @@ import time
 LAUNCHER = "AMPCTL_LAUNCHER"
 """Set for the ranks of ``ampctl``'s own launcher: its process id."""
 
+STARTS = "AMPCTL_STARTS"
+"""Set for the ranks of ``ampctl``'s own launcher: how often it has started ranks before."""
+
 VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
 """What launchers set for ranks; the first alone will do, or the other two."""
 
@@ -50,5 +53,13 @@ def end_with_launcher() -> None:
 
 
 def is_restarted() -> bool:
-    """Return whether torchelastic has started this rank anew after a failure."""
+    """Return whether this rank's launcher is known to have started ranks of the job before.
+
+    Torchelastic counts failures alone, and those of its own node. Where ranks have a store of its
+    agents in common, that tells it for certain: see `meet`.
+    """
+    if STARTS in os.environ:
+        return int(os.environ[STARTS]) > 0
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0

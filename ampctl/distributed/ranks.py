@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from ampctl.distributed.address import interface_of, towards
+from ampctl.distributed.meet import Meeting, meet
 from ampctl.errors import MachineError, NumericsError
 
 T = TypeVar("T")
 
 
 _BUCKET_ELEMENTS = 2**23
-
+_GLOO = "GLOO_SOCKET_IFNAME"
 _PLACE = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -195,14 +197,17 @@ def from_environment() -> Ranks:
 
 
 @contextmanager
-def joined(ranks: Ranks, *, backend: str, device: torch.device, minutes: float) -> Iterator[None]:
+def joined(
+    ranks: Ranks, *, backend: str, device: torch.device, minutes: float
+) -> Iterator[Meeting | None]:
     """Join the processes of a job while the context is open.
 
     ``backend``: nccl, gloo, or auto for what the device takes; ``minutes``: how long a rank waits
-    for the others. Raises MachineError if they cannot be reached.
+    for the others. Gives what they have met in; None where one process has no launcher that may
+    start it anew. Raises MachineError if the others cannot be reached.
     """
-    if ranks.size == 1:
-        yield
+    if ranks.size == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        yield None
         return
     if backend == "auto":
         backend = {"cuda": "nccl", "xpu": "xccl"}.get(device.type, "gloo")
@@ -210,25 +215,40 @@ def joined(ranks: Ranks, *, backend: str, device: torch.device, minutes: float) 
     try:
         timeout = timedelta(minutes=minutes)
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))
-        # Torchelastic's store outlives a restart, with the addresses of ranks that are gone.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-        dist.init_process_group(
-            wanted,
-            store=dist.PrefixStore(f"attempt-{attempt}", store),  # type: ignore[attr-defined]
-            rank=ranks.rank,
-            world_size=ranks.size,
-            timeout=timeout,
-            device_id=device if backend != "gloo" else None,
-        )
+        meeting = meet(store, ranks.rank, ranks.size, seconds=minutes * 60)
+        if ranks.size > 1:
+            _choose_interface(ranks.size)
+            dist.init_process_group(
+                wanted,
+                store=meeting.store,
+                rank=ranks.rank,
+                world_size=ranks.size,
+                timeout=timeout,
+                device_id=device if backend != "gloo" else None,
+            )
     except (RuntimeError, ValueError) as error:  # DistError and its kin are RuntimeErrors
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise MachineError(
             f"rank {ranks.rank} of {ranks.size} cannot join the others at {where}: {error}"
         ) from error
     try:
-        yield
+        yield meeting
     finally:
-        dist.destroy_process_group()
+        if ranks.size > 1:
+            dist.destroy_process_group()
+
+
+def _choose_interface(size: int) -> None:
+    """Let gloo use the interface that leads to the other nodes, unless the user has named one.
+
+    By itself it takes that of the host name's address, which on many machines is the loopback.
+    """
+    if _GLOO in os.environ or _number("LOCAL_WORLD_SIZE", size) >= size:
+        return
+    address = towards(os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0))
+    name = address and interface_of(address)
+    if name:
+        os.environ[_GLOO] = name
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

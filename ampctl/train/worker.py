@@ -23,6 +23,8 @@ from ampctl.checkpoint.store import (
 )
 from ampctl.distributed.env import StopSignals, choose_device
 from ampctl.distributed.heed import Heed
+from ampctl.distributed.meet import Meeting
+from ampctl.distributed.member import is_restarted
 from ampctl.distributed.ranks import Ranks, Writers, from_environment, joined
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.errors import (
@@ -55,8 +57,9 @@ def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bo
     """
     import_from_current_folder()
     notes: list[str] = []
-    with _stop_signals() as signals, _joined(loaded) as ranks, ExitStack() as held:
-        where = ranks.of_first(_new_folder(loaded, run_dir, ranks))
+    with _stop_signals() as signals, _joined(loaded) as (ranks, begun), ExitStack() as held:
+        where = _folder(loaded, run_dir, begun, ranks)
+        resume = ranks.of_first(resume or begun.before)
         if ranks.is_first:
             if run_dir is None:
                 held.callback(folder.discard_unused, where)
@@ -65,25 +68,41 @@ def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bo
             held.enter_context(lock.hold(where))
             trust.record(loaded)
         origin = _newest(where, notes, ranks) if resume else None
-        _run(loaded, where, origin, notes, signals, ranks, quiet=quiet)
+        _run(loaded, where, origin, notes, signals, ranks, begun, quiet=quiet)
+
+
+class _Begun:
+    """Whether the launcher has started this job before, and in which run folder."""
+
+    def __init__(self, meeting: Meeting | None) -> None:
+        self._meeting = meeting
+        self.run_dir = Path(meeting.run_dir) if meeting and meeting.run_dir else None
+        self.before = self.run_dir is not None or is_restarted()
+
+    def mark(self, run_dir: Path) -> None:
+        """Note, for a start anew, that the run folder is the job's from here on."""
+        if self._meeting is not None:
+            self._meeting.begin(f"{run_dir}")
 
 
 @contextmanager
-def _joined(loaded: LoadedRecipe) -> Iterator[Ranks]:
+def _joined(loaded: LoadedRecipe) -> Iterator[tuple[Ranks, _Begun]]:
     """Join the other processes of the job, if there are any."""
     ranks, config = from_environment(), loaded.recipe.distributed
     device = choose_device(loaded.recipe.train.device, ranks)
     if device.type in ("cuda", "xpu") and ranks.size > 1:
         torch.get_device_module(device).set_device(device)
     minutes = config.timeout_minutes
-    with joined(ranks, backend=config.backend, device=device, minutes=minutes):
-        yield ranks
+    with joined(ranks, backend=config.backend, device=device, minutes=minutes) as meeting:
+        yield ranks, _Begun(meeting)
 
 
-def _new_folder(loaded: LoadedRecipe, run_dir: Path | None, ranks: Ranks) -> Path:
+def _folder(loaded: LoadedRecipe, run_dir: Path | None, begun: _Begun, ranks: Ranks) -> Path:
+    """Settle the run's folder on all ranks: that of the job, or one that rank 0 makes."""
+    run_dir = run_dir or begun.run_dir
     if run_dir is None and ranks.is_first:
-        return folder.new_run_dir(loaded.recipe.name)
-    return run_dir or Path()
+        run_dir = folder.new_run_dir(loaded.recipe.name)
+    return ranks.of_first(run_dir or Path())
 
 
 def resume(
@@ -107,20 +126,24 @@ def resume(
             # Before it is read: the run that holds it may be about to save a newer checkpoint.
             held.enter_context(lock.hold(source))
         found, saved, loaded = read(source, overrides, trusted=trusted, notify=notes.append)
-        ranks = held.enter_context(_joined(loaded))
+        ranks, begun = held.enter_context(_joined(loaded))
         path = ranks.of_first(found.path)
         if path != found.path:
             found = load(path, notify=notes.append, in_parts=True)
-        where = ranks.of_first(_new_folder(loaded, run_dir or found.run_dir, ranks))
+        where = _folder(loaded, run_dir or found.run_dir, begun, ranks)
+        goes_on = where == found.run_dir
         if is_first:
-            if run_dir is not None and run_dir != found.run_dir:
+            if run_dir is not None and not goes_on and not begun.before:
                 folder.refuse_to_overwrite(run_dir)
             if run_dir is not None or not folder.holds_run(source):
                 held.enter_context(lock.hold(where))
             trust.record(loaded)
-        entry = found.entry if where == found.run_dir else None
-        origin = Origin(found.path, found.payload, saved, entry)
-        _run(loaded, where, origin, notes, signals, ranks, quiet=quiet)
+        origin = Origin(found.path, found.payload, saved, found.entry if goes_on else None)
+        # What the job has saved before it was started anew is newer than its source. In the folder
+        # of the source that holds only once the job has gone back to it.
+        if ranks.of_first(begun.run_dir is not None if goes_on else begun.before):
+            origin = _newest(where, notes, ranks) or origin
+        _run(loaded, where, origin, notes, signals, ranks, begun, quiet=quiet)
 
 
 def _newest(run_dir: Path, notes: list[str], ranks: Ranks) -> Origin | None:
@@ -158,6 +181,7 @@ def _run(
     notes: list[str],
     signals: StopSignals,
     ranks: Ranks,
+    begun: _Begun,
     *,
     quiet: bool,
 ) -> None:
@@ -169,6 +193,7 @@ def _run(
         if job is not None:
             if ranks.is_first and origin is not None and origin.entry is not None:
                 _go_back(run_dir, origin.entry, console)
+            begun.mark(run_dir)
             facts = environment.collect(str(job.state.device))
             if ranks.is_first:
                 folder.write_facts(run_dir, loaded.text, facts)
