@@ -65,11 +65,14 @@ class Samples(Dataset[tuple[Tensor, int]]):
 class Task:
     """Cross entropy; ``hold`` names a batch of the first start, train-4 say, that goes no further.
 
-    It makes the file ``held`` and waits until there is a file ``go``.
+    It makes the file ``held`` and waits until there is a file ``go``. Until then each training
+    batch takes ``delay_s`` more. ``fails`` is a rank that meets a mistake of the user's own.
     """
 
-    def __init__(self, hold: str = "") -> None:
+    def __init__(self, hold: str = "", delay_s: float = 0.0, fails: str = "") -> None:
         self.hold = hold
+        self.delay_s = delay_s
+        self.fails = fails
         self.counts = {"train": 0, "eval": 0}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -79,6 +82,10 @@ class Task:
             Path(f"held-{os.environ['RANK']}").touch()
             while not Path("go").exists():
                 time.sleep(0.01)
+        if kind == "train" and not Path("go").exists():
+            time.sleep(self.delay_s)
+        if self.counts["train"] == 3 and self.fails == os.environ.get("RANK"):
+            raise KeyError("a mistake of mine")
         x, y = batch
         return nn.functional.cross_entropy(model(x).float(), y)
 

@@ -12,23 +12,32 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
+from ampctl.distributed import nodes
+from ampctl.distributed.address import is_here, towards
 from ampctl.distributed.failure import RankFailedError, cause
+from ampctl.distributed.member import STARTS
 from ampctl.errors import (
     AmpctlError,
     InterruptedRunError,
@@ -37,7 +46,9 @@ from ampctl.errors import (
     UsageError,
 )
 
+_C10D_PORT = 29400
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_TIME_TO_SAVE_S = 3600
 _WORTH_A_RESTART = (AmpctlError.exit_code, MachineError.exit_code)
 
 
@@ -68,25 +79,31 @@ def run(
             result = _in_thread(lambda: agent.run_ranks(config, words)).result()
     if result is None:
         raise MachineError("the rendezvous was ended by another node; see what was said there")
-    if result.is_failed():
-        raise cause(result.failures)
 
 
 class _Agent:
     """Torchrun's agent once there is one, and what the launcher knows of its ranks."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
-        self._notify = notify
+        self.notify = notify
         self._elastic: _ElasticAgent | None = None
         self.received: signal.Signals | None = None
 
     def run_ranks(self, config: LaunchConfig, words: tuple[str, ...]) -> RunResult | None:
+        """Run all ranks of this node to their end; raise the error of the one that failed first."""
         with _in_words(config):
             spec = _spec(config, words)
             try:
                 self._elastic = _ElasticAgent(spec, config.logs_specs, self)
                 result: RunResult | None = self._elastic.run()
+                if result is not None and result.is_failed():
+                    raise self._elastic.first_of_all(cause(result.failures))
                 return result
+            except RendezvousClosedError:
+                if self._elastic is None or not self._elastic.starts:
+                    raise
+                ended = RankFailedError("another node ended the job", MachineError.exit_code)
+                raise self._elastic.first_of_all(ended) from None
             finally:
                 spec.rdzv_handler.shutdown()
 
@@ -101,8 +118,11 @@ class _Agent:
         if self.received is not None or error.exit_code not in _WORTH_A_RESTART:
             return False
         if restarts_left:
-            self._notify(
-                f"{error}\nstarting all ranks anew from the newest checkpoint "
+            told = f"{error}".rstrip()
+            if error.follows:  # why, another node says
+                told = told.rpartition("\n")[2]
+            self.notify(
+                f"{told}\nstarting all ranks anew from the newest checkpoint "
                 f"({restarts_left - 1} more restarts are left)"
             )
         return True
@@ -115,25 +135,76 @@ class _ElasticAgent(LocalElasticAgent):
         assert logs_specs is not None
         super().__init__(spec, logs_specs)
         self._owner = owner
+        self._failed_elsewhere: float | None = None
+        self._round: nodes.Round | None = None
+        self.starts = 0
+
+    def first_of_all(self, own: RankFailedError) -> RankFailedError:
+        """Return the error that ends the job, of this node's own and those of the others."""
+        return nodes.first_of_all(self._round, own) if self._round else own
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        group: Any = worker_group
+        now = nodes.Round(group.store, group.group_rank, group.group_world_size)
+        os.environ[STARTS] = f"{self.starts}"
+        self.starts += 1
+        if self._round and self._round.size != now.size:
+            self._owner.notify(
+                f"nodes: {now.size}, and not {self._round.size} any more; all ranks start anew "
+                "from the newest checkpoint"
+            )
+        self._round = now
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the ranks; healthy ones, for a node that has come, have all the time to save."""
+        if worker_group.state is WorkerState.HEALTHY and not self._failed_elsewhere:
+            self._shutdown(timeout=_TIME_TO_SAVE_S)
+        else:
+            super()._stop_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed() and not self._owner.may_restart(
-            cause(result.failures), self._remaining_restarts
-        ):
+        if result.is_failed():
+            error = cause(result.failures)
+            if error.follows and self._owner.received is None and self._is_to_grow():
+                # Another node's launcher has seen the node that waits, and stopped its ranks.
+                return RunResult(state=WorkerState.HEALTHY)
+            if not self._owner.may_restart(error, self._remaining_restarts):
+                self._remaining_restarts = 0
+        elif result.state is WorkerState.HEALTHY and self._is_abandoned():
             self._remaining_restarts = 0
+            return RunResult(state=WorkerState.FAILED)
         return result
+
+    def _is_to_grow(self) -> bool:
+        return bool(self._rdzv_handler.num_nodes_waiting())
+
+    def _is_abandoned(self) -> bool:
+        """Return whether another node ended the job, and the ranks here do not notice."""
+        assert self._round is not None
+        if self._failed_elsewhere is None and nodes.has_failed_elsewhere(self._round):
+            self._failed_elsewhere = time.monotonic()
+        since = self._failed_elsewhere
+        return since is not None and time.monotonic() > since + nodes.LINGER_S / 2
 
 
 def _config(options: Sequence[str], logs: str, timeout_s: int) -> LaunchConfig:
     """Read torchrun's options with its own parser; PET_* variables count for what is not given."""
     arguments = get_args_parser().parse_args([*options, "ampctl"])
     arguments.log_dir = arguments.log_dir or logs
+    host, port = parse_rendezvous_endpoint(arguments.rdzv_endpoint, default_port=_C10D_PORT)
+    is_c10d, is_alone = arguments.rdzv_backend == "c10d", host == "localhost"
+    if not is_alone:
+        # Rather than the host's name, which the other nodes may not be able to look up.
+        arguments.local_addr = arguments.local_addr or towards(host, port)
     config, _, _ = config_from_args(arguments)
-    waits = ("join_timeout", "read_timeout") if config.rdzv_backend == "c10d" else ("timeout",)
+    waits = ("join_timeout", "read_timeout") if is_c10d else ("timeout",)
     for name in waits:
-        if f"{name}=" not in arguments.rdzv_conf:
-            config.rdzv_configs[name] = timeout_s
+        config.rdzv_configs.setdefault(name, timeout_s)
+    if is_c10d and not is_alone and is_here(host, port):
+        # Torch itself knows the addresses of the host's name alone.
+        config.rdzv_configs.setdefault("is_host", True)
     return config
 
 
@@ -161,7 +232,7 @@ def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
         local_world_size=config.nproc_per_node,
         entrypoint=os.environ.get("PYTHON_EXEC", sys.executable),
         args=words,
-        rdzv_handler=handler,
+        rdzv_handler=nodes.Rendezvous(handler),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=address,

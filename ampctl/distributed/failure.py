@@ -7,6 +7,7 @@ A rank leaves its error in the file that torchelastic names, in torchelastic's f
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -34,12 +35,27 @@ _AT_ONCE_S = 5
 """A rank that was killed so long after the first failure was killed because of it."""
 
 
-class RankFailedError(AmpctlError):
-    """A rank ended; the words and the exit code are those of the rank that failed first."""
+FOLLOWS = 2
+"""From here on the places of errors are of ranks that did not fail by themselves."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+
+class RankFailedError(AmpctlError):
+    """A rank ended; the words and the exit code are those of the rank that failed first.
+
+    ``place`` orders such errors, the cause of the others first: see :func:`cause`.
+    """
+
+    def __init__(
+        self, message: str, exit_code: int, *, place: tuple[float, float] = (math.inf, math.inf)
+    ) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.place = place
+
+    @property
+    def follows(self) -> bool:
+        """Whether the rank stopped because it was asked to, or because another one was gone."""
+        return self.place[0] >= FOLLOWS
 
 
 def record(error: BaseException) -> bool:
@@ -95,27 +111,29 @@ def cause(failures: Mapping[int, ProcessFailure]) -> RankFailedError:
     started = min(failure.timestamp for failure in failures.values())
     rank = min(failures, key=lambda each: _order(failures[each], started))
     failure = failures[rank]
+    place = _order(failure, started)
     told = _told(failure)  # with its own code: the agent's SIGTERM may find it on its way out
     if told is None:
-        return _unsaid(rank, failure)
+        return RankFailedError(*_unsaid(rank, failure), place=place)
+    text = told["text"]
     if not told["in_words"]:
-        return RankFailedError(f"rank {rank} failed\n{told['text']}", told["exit_code"])
-    others = [_told(other) for other in failures.values()]
-    is_common = rank == 0 or all(each and each["text"] == told["text"] for each in others)
-    return RankFailedError(
-        told["text"] if is_common else f"rank {rank}: {told['text']}", told["exit_code"]
-    )
+        text = f"rank {rank} failed\n{text}"
+    elif rank:
+        others = [_told(other) for other in failures.values()]
+        if not all(each and each["text"] == text for each in others):
+            text = f"rank {rank}: {text}"
+    return RankFailedError(text, told["exit_code"], place=place)
 
 
-def _order(failure: ProcessFailure, started: float) -> tuple[int, float]:
+def _order(failure: ProcessFailure, started: float) -> tuple[float, float]:
     told = _told(failure)
     if told is not None:
         follows = told["of_peer"] or told["exit_code"] in _STOPPED
-        return (2 if follows else 0), told["time"]
+        return (FOLLOWS if follows else 0), told["time"]
     # Its time is that of its discovery in whole seconds, and comes after what was written down.
     was_asked = failure.exitcode in _STOPPING
     is_late = failure.timestamp > started + _AT_ONCE_S
-    return (2 if was_asked or is_late else 1), failure.timestamp + 1.0
+    return (FOLLOWS if was_asked or is_late else 1), failure.timestamp + 1.0
 
 
 def _told(failure: ProcessFailure) -> dict[str, Any] | None:
@@ -123,26 +141,26 @@ def _told(failure: ProcessFailure) -> dict[str, Any] | None:
     return told
 
 
-def _unsaid(rank: int, failure: ProcessFailure) -> RankFailedError:
-    """Say what can be said of a rank that ended without a word."""
+def _unsaid(rank: int, failure: ProcessFailure) -> tuple[str, int]:
+    """Say what can be said of a rank that ended without a word, and give its exit code."""
     who, code = f"rank {rank} (process {failure.pid})", failure.exitcode
     if code in _STOPPING:
         name = signal.Signals(-code).name
-        return RankFailedError(f"{who} was ended by {name} before it could save", _STOPPING[code])
+        return f"{who} was ended by {name} before it could save", _STOPPING[code]
     if code == -signal.SIGKILL:
-        return RankFailedError(
+        return (
             f"{who} was killed (SIGKILL). Most often it is the kernel that does so, when memory "
             "runs out: the system log names the process then. Make data.micro_batch_size or "
-            "data.num_workers smaller, and go on from the newest checkpoint with `ampctl resume`.",
+            "data.num_workers smaller",
             MachineError.exit_code,
         )
     if code < 0:
-        return RankFailedError(
+        return (
             f"{who} crashed ({failure.signal_name()}), most often in native code; the stack "
             "above, if there is one, is where it was",
             AmpctlError.exit_code,
         )
-    return RankFailedError(f"{who} ended with code {code} and did not say why", code)
+    return f"{who} ended with code {code} and did not say why", code
 
 
 def _follows_from_a_peer(error: BaseException) -> bool:

@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampctl.distributed.member import LAUNCHER
+from ampctl.distributed.member import LAUNCHER, STARTS
 from ampctl.distributed.plan import Options, Plan, plan_for, refuse_in_rank, with_variables
 from ampctl.errors import UsageError
 
 if TYPE_CHECKING:
     from ampctl.recipe.load import LoadedRecipe
+
+_CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 Notify = Callable[[str], None]
 
@@ -99,7 +101,8 @@ def _run_folder(
     from ampctl.train import folder
 
     if run_dir is not None or plan.nodes > 1:
-        if run_dir is not None and not resume:
+        # A node may come late, or come back, when the run is there already: rank 0 knows.
+        if run_dir is not None and not resume and plan.nodes == 1:
             folder.refuse_to_overwrite(run_dir)
         yield run_dir
         return
@@ -116,10 +119,14 @@ def _start(plan: Plan, argv: Sequence[str], notify: Notify) -> None:
     cores = len(os.sched_getaffinity(0))
     variables = {
         LAUNCHER: f"{os.getpid()}",
+        STARTS: "0",
         # Torchrun's own choice is 1, which leaves cores idle where the work is on the CPU.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
         or f"{max(1, cores // plan.processes)}",
     }
+    if plan.nodes > 1 and _CPP_LOG_LEVEL not in os.environ:
+        # Below that it tells of each address that has no name.
+        variables[_CPP_LOG_LEVEL] = "ERROR"
     with _environment(variables):  # which the ranks inherit
         agent.run(plan.torchrun, argv, timeout_s=plan.timeout_s, notify=notify)
 
@@ -129,8 +136,8 @@ def _import_torch(options: Options) -> None:
 
     It reads how much it may say once, when it is loaded. The ranks are not bound by it.
     """
-    if options.rdzv_endpoint and "TORCH_CPP_LOG_LEVEL" not in os.environ:
-        with _environment({"TORCH_CPP_LOG_LEVEL": "FATAL"}):
+    if options.rdzv_endpoint and _CPP_LOG_LEVEL not in os.environ:
+        with _environment({_CPP_LOG_LEVEL: "FATAL"}):
             import torch  # noqa: F401
 
 

@@ -59,7 +59,7 @@ def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bo
     notes: list[str] = []
     with _stop_signals() as signals, _joined(loaded) as (ranks, begun), ExitStack() as held:
         where = _folder(loaded, run_dir, begun, ranks)
-        resume = ranks.of_first(resume or begun.before)
+        resume = resume or begun.before
         if ranks.is_first:
             if run_dir is None:
                 held.callback(folder.discard_unused, where)
@@ -74,10 +74,12 @@ def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bo
 class _Begun:
     """Whether the launcher has started this job before, and in which run folder."""
 
-    def __init__(self, meeting: Meeting | None) -> None:
+    def __init__(self, meeting: Meeting | None, ranks: Ranks) -> None:
         self._meeting = meeting
         self.run_dir = Path(meeting.run_dir) if meeting and meeting.run_dir else None
-        self.before = self.run_dir is not None or is_restarted()
+        # A node that has come late knows nothing of it.
+        (before,) = ranks.largest(float(self.run_dir is not None or is_restarted()))
+        self.before = bool(before)
 
     def mark(self, run_dir: Path) -> None:
         """Note, for a start anew, that the run folder is the job's from here on."""
@@ -94,7 +96,7 @@ def _joined(loaded: LoadedRecipe) -> Iterator[tuple[Ranks, _Begun]]:
         torch.get_device_module(device).set_device(device)
     minutes = config.timeout_minutes
     with joined(ranks, backend=config.backend, device=device, minutes=minutes) as meeting:
-        yield ranks, _Begun(meeting)
+        yield ranks, _Begun(meeting, ranks)
 
 
 def _folder(loaded: LoadedRecipe, run_dir: Path | None, begun: _Begun, ranks: Ranks) -> Path:
@@ -141,7 +143,7 @@ def resume(
         origin = Origin(found.path, found.payload, saved, found.entry if goes_on else None)
         # What the job has saved before it was started anew is newer than its source. In the folder
         # of the source that holds only once the job has gone back to it.
-        if ranks.of_first(begun.run_dir is not None if goes_on else begun.before):
+        if begun.run_dir is not None if goes_on else begun.before:
             origin = _newest(where, notes, ranks) or origin
         _run(loaded, where, origin, notes, signals, ranks, begun, quiet=quiet)
 
