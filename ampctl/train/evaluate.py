@@ -75,7 +75,8 @@ def _means(
         raise UsageError("data.eval: the evaluation split holds no items to average over")
     names = dict.fromkeys(name for part, _ in parts for name in part)
     means = {name: sum(part.get(name, 0.0) for part, _ in parts) / total for name in names}
-    return {f"eval/{name}": float(value) for name, value in state.task.summary(means).items()}
+    summary = {f"eval/{name}": float(value) for name, value in state.task.summary(means).items()}
+    return state.ranks.of_first(summary)  # they decide by it, and a task may be told its rank
 
 
 def _weighted(name: str, value: Any, count: float, device: torch.device) -> Tensor | float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from ampctl.checkpoint import lock
 from ampctl.checkpoint.index import Entry
 from ampctl.checkpoint.store import (
     Elsewhere,
+    Loaded,
     NoCheckpointError,
     Store,
     abandon_after,
@@ -29,6 +31,7 @@ from ampctl.distributed.ranks import Ranks, Writers, from_environment, joined
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.errors import (
     AmpctlError,
+    CheckpointError,
     InterruptedRunError,
     NumericsError,
     PreemptedError,
@@ -39,6 +42,7 @@ from ampctl.recipe.target import import_from_current_folder
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
 from ampctl.train import folder, words
+from ampctl.train.agreement import require_one_job, require_same_data
 from ampctl.train.log import RunLog
 from ampctl.train.loop import Run, evaluation_was_cut_off, finished, fit
 from ampctl.train.restore import Origin, read, restore
@@ -58,8 +62,10 @@ def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bo
     import_from_current_folder()
     notes: list[str] = []
     with _stop_signals() as signals, _joined(loaded) as (ranks, begun), ExitStack() as held:
+        notes += require_one_job(loaded, ranks, command="train", __run_dir=run_dir)
         where = _folder(loaded, run_dir, begun, ranks)
-        resume = resume or begun.before
+        # Of several nodes one may have been there before the others were started anew.
+        resume = any(ranks.gather(resume)) or begun.before
         if ranks.is_first:
             if run_dir is None:
                 held.callback(folder.discard_unused, where)
@@ -129,9 +135,10 @@ def resume(
             held.enter_context(lock.hold(source))
         found, saved, loaded = read(source, overrides, trusted=trusted, notify=notes.append)
         ranks, begun = held.enter_context(_joined(loaded))
+        notes += require_one_job(loaded, ranks, command="resume", __run_dir=run_dir)
         path = ranks.of_first(found.path)
         if path != found.path:
-            found = load(path, notify=notes.append, in_parts=True)
+            found = _as_first(path, ranks)
         where = _folder(loaded, run_dir or found.run_dir, begun, ranks)
         goes_on = where == found.run_dir
         if is_first:
@@ -157,9 +164,20 @@ def _newest(run_dir: Path, notes: list[str], ranks: Ranks) -> Origin | None:
     path = ranks.of_first(found.path if found else None)
     if path is None:
         return None
-    found = found or load(path, notify=notes.append, in_parts=True)
+    found = found or _as_first(path, ranks)
     saved = parse_recipe(found.payload["recipe"], where=found.path.name)
     return Origin(found.path, found.payload, saved)
+
+
+def _as_first(path: Path, ranks: Ranks) -> Loaded:
+    """Load the checkpoint that rank 0 has found, which has told what there is to tell of it."""
+    try:
+        return load(path, notify=lambda _: None, in_parts=True)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"rank {ranks.rank} on {socket.gethostname()} cannot go on from {path} as rank 0 "
+            f"does: {error}. Is the run folder on a file system that all nodes share?"
+        ) from error
 
 
 @contextmanager
@@ -222,6 +240,7 @@ def _prepare(
 ) -> Job | None:
     """Build the job and restore its state; return None if the run is complete already."""
     job = build_job(loaded, ranks)
+    require_same_data(job)
     for finding in preflight(job):
         if ranks.is_first:
             console.warn(str(finding))
@@ -324,7 +343,9 @@ def _tell_start(run: Run, origin: Origin | None) -> None:
 @contextmanager
 def _log_file(run_dir: Path, ranks: Ranks) -> Iterator[None]:
     """Keep what libraries and ampctl log in a file of each rank."""
-    handler = logging.FileHandler(run_dir / folder.LOGS / f"rank-{ranks.rank}.log")
+    logs = run_dir / folder.LOGS
+    logs.mkdir(parents=True, exist_ok=True)  # a node may have a file system of its own
+    handler = logging.FileHandler(logs / f"rank-{ranks.rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)

@@ -1,0 +1,147 @@
+"""When one rank misbehaves: no job hangs, and what is told names the rank and what it did."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import TESTS, Job, JobEnded, job
+from processes import read_events
+
+from ampctl.distributed.ranks import Ranks
+from ampctl.errors import CheckpointError, MachineError
+from ampctl.recipe.load import load_recipe
+from ampctl.train.agreement import require_one_job
+from ampctl.train.worker import _as_first
+
+RECIPE = """\
+name: unruly
+model: {_target_: unruly_parts.Net}
+task: {_target_: unruly_parts.Task}
+data:
+  train: {_target_: unruly_parts.Samples}
+  eval: {_target_: unruly_parts.Samples, size: 7}
+  batch_size: 4
+  shuffle: false
+optimizer: {_target_: torch.optim.SGD, lr: 1e-2}
+train: {max_steps: 12, device: cpu}
+checkpoint: {every_steps: 2}
+log: {every_steps: 5}
+"""
+STREAM = "data.train={_target_: unruly_parts.Stream"
+RUN = Path("d")
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Give a function that starts ranks that train, in ``d``, with overrides of the recipe."""
+    (folder / "recipe.yaml").write_text(RECIPE)
+    shutil.copy(TESTS / "unruly_parts.py", folder)
+    with ExitStack() as stack:
+
+        def start(*overrides: str, argv: tuple[str, ...] = (), **others: Any) -> Job:
+            words = ("train", "recipe.yaml", "--run-dir", f"{RUN}", *argv, *overrides)
+            return stack.enter_context(job(folder, *words, **others))
+
+        yield start
+
+
+def stopped(run_dir: Path = RUN) -> dict[str, Any]:
+    return next(event for event in read_events(run_dir) if event["event"] == "stop")
+
+
+def assert_told_once(ended: JobEnded) -> None:
+    """The launcher says it, and no rank does."""
+    assert ended.err == ""
+    assert "Traceback" not in ended.error
+
+
+# What ranks must have alike
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_dd5_other_lengths_are_refused_at_the_start_with_the_ranks(
+    split: str, start: Start
+) -> None:
+    ended = start(f"data.{split}.more=3").wait()
+    counts = {"train": "40 on rank 0, 43 on rank 1", "eval": "7 on rank 0, 10 on rank 1"}
+    assert ended.code == 2
+    assert ended.error.startswith(f"data.{split} has not the same length on all ranks: ")
+    assert counts[split] in ended.error
+    assert_told_once(ended)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            ("seed=4", "data.batch_size=8"),
+            "the recipe differs between ranks. From rank 0 to rank 1: "
+            "seed 0 -> 4, data.batch_size 4 -> 8.",
+        ),
+        (("--run-dir", "e"), "not started by one command: --run-dir is d on rank 0 and e on rank"),
+    ],
+)
+def test_ranks_with_another_recipe_or_command_are_refused(
+    more: tuple[str, ...], words: str, start: Start
+) -> None:
+    ended = start(own={1: more}).wait()
+    assert ended.code == 2
+    assert words in ended.error
+    assert_told_once(ended)
+    assert not Path("e").exists()
+
+
+def test_another_model_on_a_rank_is_said_in_words(start: Start) -> None:
+    ended = start("model.fault=another shape").wait()
+    assert ended.code == 2
+    assert ended.error.startswith("rank 1: recipe.yaml:2: model: the model is another one")
+    assert "sizes [5, 4]" in ended.error
+    assert_told_once(ended)
+
+
+def test_dd8_ranks_that_judge_otherwise_stop_early_together(start: Start) -> None:
+    early = "train.early_stop={monitor: eval/loss, mode: min, patience: 1}"
+    ended = start("task.fault=its own opinion", early, "train.eval_every_steps=2").wait()
+    assert (ended.code, ended.error) == (0, "")
+    assert (stopped()["reason"], stopped()["step"]) == ("early_stop", 4)
+
+
+class Others(Ranks):
+    """Two ranks on two nodes, of which the second is told apart by ``change``."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__(0, 2)
+        object.__setattr__(self, "change", change)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.change(value)]  # type: ignore[attr-defined]
+
+
+def with_version(value: Any, name: str, version: str) -> Any:
+    _host, digest, *others = value
+    changed = [{**each, name: version} if name in each else each for each in others]
+    return ("node-b", digest, *changed)
+
+
+def test_other_versions_on_a_node_are_told_with_the_node(folder: Path) -> None:
+    (folder / "recipe.yaml").write_text(RECIPE)
+    loaded = load_recipe("recipe.yaml")
+    assert require_one_job(loaded, Others(lambda value: value), command="train") == []
+    other = Others(lambda value: with_version(value, "ampctl", "9.9"))
+    with pytest.raises(MachineError, match=r"ampctl is .* and 9\.9 on rank 1 \(node-b\)"):
+        require_one_job(loaded, other, command="train")
+    other = Others(lambda value: with_version(value, "torch", "9.9"))
+    (note,) = require_one_job(loaded, other, command="train")
+    assert "9.9 on rank 1 (node-b): results may differ in their last digits" in note
+
+
+def test_a_checkpoint_that_only_rank_0_sees_is_named_with_the_likely_reason(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"(?s)rank 1 on .* cannot go on from .*/step-2.*all"):
+        _as_first(folder / "step-2.pt", Ranks(1, 2))
