@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import TESTS, Job, JobEnded, job
+from jobs import GRACE_S, TESTS, Job, JobEnded, job
 from processes import read_events
 
 from ampctl.distributed.ranks import Ranks
@@ -145,3 +145,100 @@ def test_other_versions_on_a_node_are_told_with_the_node(folder: Path) -> None:
 def test_a_checkpoint_that_only_rank_0_sees_is_named_with_the_likely_reason(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"(?s)rank 1 on .* cannot go on from .*/step-2.*all"):
         _as_first(folder / "step-2.pt", Ranks(1, 2))
+
+
+# A rank that others wait for
+
+SHORT = "distributed.timeout_minutes=0.05"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("model.fault=hang", "in step 4: rank 1 was in step 4, at unruly_parts.py:"),
+        ("model.fault=hang while built", "in the start: rank 1 was in the start, at unruly_parts"),
+        ("task.fault=hang in evaluation", "rank 1 was in the evaluation after step 10, at unruly"),
+    ],
+)
+def test_a_stuck_rank_is_named_with_the_line_it_is_at(fault: str, words: str, start: Start) -> None:
+    ended = start(SHORT, fault, size=3).wait()
+    assert ended.code == 5
+    assert ended.error.startswith("ranks 0, 2 waited for 0.05 minutes (distributed.timeout_min")
+    assert words in ended.error
+    assert "the limit" in ended.error
+    assert ended.seconds < GRACE_S  # it does not have to be killed
+    assert_told_once(ended)
+    if "built" not in fault:
+        assert (stopped()["reason"], stopped()["exit_code"]) == ("error", 5)
+        assert "time.sleep(600)" in Path("d/logs/rank-1.log").read_text()
+
+
+def test_a_rank_stuck_in_its_data_leaves_no_data_workers(start: Start) -> None:
+    begun = start(SHORT, "data.train.fault=hang", "data.num_workers=1")
+    ended = begun.wait()
+    assert ended.code == 5
+    assert "rank 1 was in step 5, at ampctl/data/workers.py:" in ended.error
+    assert not [pid for rank in begun.ranks for pid in rank.members()]
+
+
+def test_a_rank_that_never_comes_is_named(start: Start, folder: Path) -> None:
+    words = ("train", "recipe.yaml", "--run-dir", f"{RUN}", SHORT)
+    with ExitStack() as stack:
+        waiting = Job(folder, 2, [words, ("recipes",)])
+        stack.callback(waiting.close)
+        ended = waiting.wait()
+    assert ended.code == 5
+    assert "1 of 2 ranks did not come within 3 s: rank 1. See what was said there" in ended.error
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_answer_is_named(start: Start) -> None:
+    ended = start(SHORT, "model.fault=freeze").wait()
+    assert ended.code == 5
+    assert "rank 0 waited for 0.05 minutes" in ended.error
+    assert "rank 1 gave no sign of life" in ended.error
+
+
+def test_a_rank_that_ends_without_a_word_is_named(start: Start) -> None:
+    ended = start("model.fault=vanish").wait()
+    assert ended.code == 5
+    assert (
+        "step 4: the connection to another rank broke: rank 1 gave no sign of life" in ended.error
+    )
+    assert_told_once(ended)
+    assert (stopped()["reason"], stopped()["exit_code"]) == ("error", 5)
+
+
+def test_dd5_a_stream_that_is_longer_on_one_rank_ends_the_job_at_once(start: Start) -> None:
+    ended = start(STREAM + ", more: 5}").wait()
+    assert ended.code == 2
+    assert "data.train, in epoch 0, ends after 4 steps and 16 samples on rank 0" in ended.error
+    assert "goes on on rank 1" in ended.error
+    assert_told_once(ended)
+
+
+# An error on one rank
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "model.fault=raise",
+        "model.fault=raise while built",
+        "task.fault=raise in loss",
+        "task.fault=raise in evaluation",
+        "task.fault=raise in a metric",
+        "data.train.fault=raise",
+    ],
+)
+def test_dd8_an_error_of_ones_own_on_one_rank_is_told_with_rank_and_traceback(
+    fault: str, start: Start
+) -> None:
+    ended = start(fault).wait()
+    assert (ended.code, ended.err) == (1, "")
+    assert ended.error.startswith("rank 1 failed\nTraceback (most recent call last):\n")
+    assert ended.error.count("Traceback") == 1
+    assert ended.error.endswith("KeyError: 'my own mistake'")
+    assert ended.seconds < GRACE_S
+    if "built" not in fault:
+        assert (stopped()["reason"], stopped()["exit_code"]) == ("error", 1)

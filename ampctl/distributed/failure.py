@@ -31,6 +31,8 @@ _STOPPING = {
     -signal.SIGINT: InterruptedRunError.exit_code,
 }
 _PEER_IS_GONE = re.compile(r"connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
+_OF_GLOO = re.compile(r"gloo|pair\.cc", re.IGNORECASE)
+_TIMEOUT = re.compile(r"timed out waiting \d+ms for|timeout caused pair closure", re.IGNORECASE)
 _AT_ONCE_S = 5
 """A rank that was killed so long after the first failure was killed because of it."""
 
@@ -163,10 +165,29 @@ def _unsaid(rank: int, failure: ProcessFailure) -> tuple[str, int]:
     return f"{who} ended with code {code} and did not say why", code
 
 
+def comes_of_others(error: BaseException) -> bool:
+    """Tell whether a collective has failed: another rank did not come, or is gone."""
+    said = f"{error}"
+    is_gone = bool(_PEER_IS_GONE.search(said) and _OF_GLOO.search(said))
+    return _is_distributed(error) or is_gone or is_timeout(error)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Tell whether a collective has failed because a rank has waited for too long."""
+    said = f"{error}"
+    if _is_distributed(error):
+        return "timed out" in said.lower() or "timeout" in said.lower()
+    return bool(_TIMEOUT.search(said))
+
+
+def _is_distributed(error: BaseException) -> bool:
+    return any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+
+
 def _follows_from_a_peer(error: BaseException) -> bool:
     """Tell whether an error only says that another rank is gone."""
     return any(
-        any(kind.__name__ == "DistError" for kind in type(each).__mro__)
+        _is_distributed(each)
         or (isinstance(each, RuntimeError) and bool(_PEER_IS_GONE.search(f"{each}")))
         for each in _causes(error)
     )

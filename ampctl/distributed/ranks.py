@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _BUCKET_ELEMENTS = 2**23
 _GLOO = "GLOO_SOCKET_IFNAME"
+_WATCHDOG_LATER = timedelta(seconds=30)
 _PLACE = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -212,6 +213,7 @@ def joined(
     if backend == "auto":
         backend = {"cuda": "nccl", "xpu": "xccl"}.get(device.type, "gloo")
     wanted = backend if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"
+    store: Any = None
     try:
         timeout = timedelta(minutes=minutes)
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))
@@ -223,13 +225,15 @@ def joined(
                 store=meeting.store,
                 rank=ranks.rank,
                 world_size=ranks.size,
-                timeout=timeout,
+                # Else NCCL's watchdog would end the process before it can say why.
+                timeout=timeout if backend == "gloo" else timeout + _WATCHDOG_LATER,
                 device_id=device if backend != "gloo" else None,
             )
     except (RuntimeError, ValueError) as error:  # DistError and its kin are RuntimeErrors
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise MachineError(
-            f"rank {ranks.rank} of {ranks.size} cannot join the others at {where}: {error}"
+            f"rank {ranks.rank} of {ranks.size} cannot join the others at {where}. "
+            f"distributed.timeout_minutes, {minutes:g}, is how long it waits ({error})"
         ) from error
     try:
         yield meeting

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ampctl.distributed.failure import comes_of_others
 from ampctl.doctor import torch_errors
 from ampctl.errors import AmpctlError, MachineError, UsageError
 from ampctl.recipe.target import is_users_own_file
@@ -28,13 +29,13 @@ def in_words(
 ) -> AmpctlError | None:
     """Return an error in words, or None if it is to be raised as it is.
 
-    As it is: an error that is in words, and a fault of ampctl or of the user's own code, whose
-    author needs the traceback (a file of the user's own is among its frames); if ampctl knows what
-    it means, a note says so below the traceback. ``doing`` says what was going on (``step 12``),
-    ``batches`` what it was about. The traceback of an error that is put into words goes to the
-    run's log file.
+    As it is: an error that is in words, one that another rank causes, and a fault of ampctl or of
+    the user's own code, whose author needs the traceback (a file of the user's own is among its
+    frames); if ampctl knows what it means, a note says so below the traceback. ``doing`` says what
+    was going on (``step 12``), ``batches`` what it was about. The traceback of an error that is put
+    into words goes to the run's log file.
     """
-    if isinstance(error, AmpctlError):
+    if isinstance(error, AmpctlError) or comes_of_others(error):
         return None
     if isinstance(error, torch.OutOfMemoryError):
         return MachineError(

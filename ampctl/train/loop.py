@@ -14,6 +14,7 @@ from ampctl import plain
 from ampctl.build import Job
 from ampctl.checkpoint.store import Elsewhere, Store
 from ampctl.data.workers import WorkerError
+from ampctl.distributed.attendance import Attendance
 from ampctl.distributed.heed import Heed
 from ampctl.distributed.shard import local
 from ampctl.doctor.misfit import in_words
@@ -39,6 +40,7 @@ class Run:
     store: Store | Elsewhere
     log: RunLog
     heed: Heed
+    attendance: Attendance
     environment: dict[str, Any]
     saved_step: int = -1
     saved_at: float = field(default_factory=time.monotonic)
@@ -96,6 +98,8 @@ def _epoch(run: Run) -> None:
     epoch = progress.epoch
     steps_per_epoch = job.train_data.steps_per_epoch
     for window, samples in job.train_data.windows(epoch, progress.batch_in_epoch):
+        run.attendance.step = progress.step + 1
+        run.attendance.doing = f"step {progress.step + 1}"
         try:
             measure = log.is_due(progress.step + 1)
             report = train_step(state, window, samples=samples, measure=measure)
@@ -126,6 +130,8 @@ def _epoch(run: Run) -> None:
                 f"data.train: the iterable data set gave no step in epoch {epoch}. Its __iter__ "
                 "must start anew each epoch, and hold a whole batch where data.drop_last is set."
             )
+        ends = f"data.train, in epoch {epoch},"
+        run.attendance.meet_at_end(ends, progress.batch_in_epoch, progress.samples)
         progress.epoch, progress.batch_in_epoch = epoch + 1, 0
         _boundary(run, epoch_ended=True)
 
@@ -228,6 +234,7 @@ def _evaluate(run: Run) -> None:
     if data is None or progress.evaluated_step == progress.step:
         return
     run.heed.begin()
+    run.attendance.doing = f"the evaluation after step {progress.step}"
     with run.log.console.evaluating(len(data)) as shown:
 
         def proceed() -> bool:

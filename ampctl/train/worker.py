@@ -23,11 +23,10 @@ from ampctl.checkpoint.store import (
     abandon_after,
     load,
 )
-from ampctl.distributed.env import StopSignals, choose_device
+from ampctl.distributed.attendance import Attendance
+from ampctl.distributed.env import StopSignals
 from ampctl.distributed.heed import Heed
-from ampctl.distributed.meet import Meeting
-from ampctl.distributed.member import is_restarted
-from ampctl.distributed.ranks import Ranks, Writers, from_environment, joined
+from ampctl.distributed.ranks import Ranks, Writers, from_environment
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.errors import (
     AmpctlError,
@@ -45,6 +44,7 @@ from ampctl.train import folder, words
 from ampctl.train.agreement import require_one_job, require_same_data
 from ampctl.train.log import RunLog
 from ampctl.train.loop import Run, evaluation_was_cut_off, finished, fit
+from ampctl.train.place import Place, joined
 from ampctl.train.restore import Origin, read, restore
 
 _REASONS: dict[type[BaseException], str] = {
@@ -61,9 +61,11 @@ def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bo
     """
     import_from_current_folder()
     notes: list[str] = []
-    with _stop_signals() as signals, _joined(loaded) as (ranks, begun), ExitStack() as held:
+    with _stop_signals() as signals, ExitStack() as held:
+        place = held.enter_context(joined(loaded))
+        ranks, begun = place.ranks, place.begun
         notes += require_one_job(loaded, ranks, command="train", __run_dir=run_dir)
-        where = _folder(loaded, run_dir, begun, ranks)
+        where = place.folder(loaded, run_dir)
         # Of several nodes one may have been there before the others were started anew.
         resume = any(ranks.gather(resume)) or begun.before
         if ranks.is_first:
@@ -74,43 +76,7 @@ def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bo
             held.enter_context(lock.hold(where))
             trust.record(loaded)
         origin = _newest(where, notes, ranks) if resume else None
-        _run(loaded, where, origin, notes, signals, ranks, begun, quiet=quiet)
-
-
-class _Begun:
-    """Whether the launcher has started this job before, and in which run folder."""
-
-    def __init__(self, meeting: Meeting | None, ranks: Ranks) -> None:
-        self._meeting = meeting
-        self.run_dir = Path(meeting.run_dir) if meeting and meeting.run_dir else None
-        # A node that has come late knows nothing of it.
-        (before,) = ranks.largest(float(self.run_dir is not None or is_restarted()))
-        self.before = bool(before)
-
-    def mark(self, run_dir: Path) -> None:
-        """Note, for a start anew, that the run folder is the job's from here on."""
-        if self._meeting is not None:
-            self._meeting.begin(f"{run_dir}")
-
-
-@contextmanager
-def _joined(loaded: LoadedRecipe) -> Iterator[tuple[Ranks, _Begun]]:
-    """Join the other processes of the job, if there are any."""
-    ranks, config = from_environment(), loaded.recipe.distributed
-    device = choose_device(loaded.recipe.train.device, ranks)
-    if device.type in ("cuda", "xpu") and ranks.size > 1:
-        torch.get_device_module(device).set_device(device)
-    minutes = config.timeout_minutes
-    with joined(ranks, backend=config.backend, device=device, minutes=minutes) as meeting:
-        yield ranks, _Begun(meeting, ranks)
-
-
-def _folder(loaded: LoadedRecipe, run_dir: Path | None, begun: _Begun, ranks: Ranks) -> Path:
-    """Settle the run's folder on all ranks: that of the job, or one that rank 0 makes."""
-    run_dir = run_dir or begun.run_dir
-    if run_dir is None and ranks.is_first:
-        run_dir = folder.new_run_dir(loaded.recipe.name)
-    return ranks.of_first(run_dir or Path())
+        _run(loaded, where, origin, notes, signals, place, quiet=quiet)
 
 
 def resume(
@@ -134,12 +100,13 @@ def resume(
             # Before it is read: the run that holds it may be about to save a newer checkpoint.
             held.enter_context(lock.hold(source))
         found, saved, loaded = read(source, overrides, trusted=trusted, notify=notes.append)
-        ranks, begun = held.enter_context(_joined(loaded))
+        place = held.enter_context(joined(loaded))
+        ranks, begun = place.ranks, place.begun
         notes += require_one_job(loaded, ranks, command="resume", __run_dir=run_dir)
         path = ranks.of_first(found.path)
         if path != found.path:
             found = _as_first(path, ranks)
-        where = _folder(loaded, run_dir or found.run_dir, begun, ranks)
+        where = place.folder(loaded, run_dir or found.run_dir)
         goes_on = where == found.run_dir
         if is_first:
             if run_dir is not None and not goes_on and not begun.before:
@@ -152,7 +119,7 @@ def resume(
         # of the source that holds only once the job has gone back to it.
         if begun.run_dir is not None if goes_on else begun.before:
             origin = _newest(where, notes, ranks) or origin
-        _run(loaded, where, origin, notes, signals, ranks, begun, quiet=quiet)
+        _run(loaded, where, origin, notes, signals, place, quiet=quiet)
 
 
 def _newest(run_dir: Path, notes: list[str], ranks: Ranks) -> Origin | None:
@@ -200,11 +167,11 @@ def _run(
     origin: Origin | None,
     notes: list[str],
     signals: StopSignals,
-    ranks: Ranks,
-    begun: _Begun,
+    place: Place,
     *,
     quiet: bool,
 ) -> None:
+    ranks = place.ranks
     console = Console(quiet=quiet, rank=ranks.rank)
     try:
         for note in notes if ranks.is_first else ():
@@ -213,14 +180,14 @@ def _run(
         if job is not None:
             if ranks.is_first and origin is not None and origin.entry is not None:
                 _go_back(run_dir, origin.entry, console)
-            begun.mark(run_dir)
+            place.begun.mark(run_dir)
             facts = environment.collect(str(job.state.device))
             if ranks.is_first:
                 folder.write_facts(run_dir, loaded.text, facts)
             ranks.wait()  # its folders are there
             signals.training = True
             with _log_file(run_dir, ranks):
-                _fit(job, run_dir, origin, console, signals, facts)
+                _fit(job, run_dir, origin, console, signals, place.attendance, facts)
     finally:
         console.close()
 
@@ -265,6 +232,7 @@ def _fit(
     origin: Origin | None,
     console: Console,
     signals: StopSignals,
+    attendance: Attendance,
     facts: dict[str, Any],
 ) -> None:
     checkpoint, ranks = job.recipe.checkpoint, job.state.ranks
@@ -291,13 +259,14 @@ def _fit(
         if ranks.is_first
         else Elsewhere(run_dir, asynchronous=checkpoint.asynchronous, writers=writers)
     )
-    run = Run(job, run_dir, store, log, Heed(signals, ranks), facts)
+    run = Run(job, run_dir, store, log, Heed(signals, ranks), attendance, facts)
     if origin is not None:
         run.saved_step = job.state.progress.step
     try:
-        job.state.agree()
-        _tell_start(run, origin)
-        reason = fit(run)
+        with attendance.explaining():  # before it is told how the run has ended
+            job.state.agree()
+            _tell_start(run, origin)
+            reason = fit(run)
         log.stop(run.progress.step, reason, 0)
         console.finish(words.ending(job, run_dir, reason))
     except BaseException as error:
