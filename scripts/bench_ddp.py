@@ -1,10 +1,12 @@
 """Time a step of ampctl on two ranks against a loop by hand on two ranks, in turn.
 
     python scripts/bench_ddp.py [--rounds 7] [--steps 400] [--width 128] [--json FILE]
+        [--strategy ddp|fsdp]
 
 Two processes on this machine, gloo between them, one thread each. The loop by hand is that of
-``tests/reference_loop.py`` around a ``DistributedDataParallel``, with a ``DistributedSampler``; the
-model, optimizer, clipping and data are those of ``bench_step.py``, 64 samples a step over both
+``tests/reference_loop.py`` with a ``DistributedSampler``, around a ``DistributedDataParallel`` or
+what ``fully_shard`` makes of the model, which has no blocks to gather one by one; the model,
+optimizer, clipping and data are those of ``bench_step.py``, 64 samples a step over both
 ranks. ampctl runs whole: progress, logging and metrics are on. ``item by item`` reads the tensors
 through ``__getitem__``, ``batched`` is a TensorDataset, which ampctl reads with one gather a batch.
 A ratio below 1 means that ampctl is faster. ``wall`` is the clock's; ``cpu`` is the time of both
@@ -32,6 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch import multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -46,7 +50,10 @@ from ampctl.tasks import Classification  # noqa: E402
 
 RANKS = 2
 DATA = {"item by item": "ItemByItem", "batched": "tensors"}
-WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": DistributedDataParallel}
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": DistributedDataParallel,
+    "fsdp": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,))),
+}
 """How the model is spread over ranks by hand, by the name that the recipe has for it."""
 
 RECIPE = """
