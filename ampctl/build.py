@@ -135,8 +135,9 @@ def build_state(
     )
     scaling = precision.needs_scaling or "float16" in modules.values()
     by_design = frozenset(nonfinite(bare.state_dict()))
+    blocks: Sequence[str] = ()
     if shards:
-        ranks = shard(loaded, bare, device, ranks)
+        ranks, blocks = shard(loaded, bare, device, ranks)
     updaters = build_updaters(loaded, bare, device, total_steps)
     for updater in updaters if scaling else ():
         optim.refuse_closure(updater.optimizer)
@@ -165,6 +166,7 @@ def build_state(
         nonfinite_by_design=by_design,
         module_dtypes=modules,
         upcast=upcast,
+        blocks=blocks,
         compiled=recipe.train.compile is not False,
     )
 

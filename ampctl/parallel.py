@@ -15,17 +15,19 @@ from ampctl.recipe.load import LoadedRecipe
 from ampctl.tasks import Task, has_own
 
 
-def shard(loaded: LoadedRecipe, model: nn.Module, device: torch.device, ranks: Ranks) -> Ranks:
-    """Shard a model in place; return the ranks as those that have a part of it each."""
+def shard(
+    loaded: LoadedRecipe, model: nn.Module, device: torch.device, ranks: Ranks
+) -> tuple[Ranks, list[str]]:
+    """Shard a model in place; return the ranks as those that have a part each, and its blocks."""
     _require_same_model(loaded, model, ranks)
     globs = loaded.recipe.distributed.blocks or ()
     try:
-        shard_(model, ranks, device, (globs,) if isinstance(globs, str) else globs)
+        blocks = shard_(model, ranks, device, (globs,) if isinstance(globs, str) else globs)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         key = "distributed.blocks" if globs else "distributed.strategy"
         message = f"fsdp cannot shard this model: {error}"
         raise RecipeError([loaded.problem(key, message)]) from error
-    return replace(ranks, shards=True, shares_verdict=True)
+    return replace(ranks, shards=True, shares_verdict=True), blocks
 
 
 def in_ddp(

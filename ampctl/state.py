@@ -123,7 +123,7 @@ class TrainState:
 
     ``model`` is what the forward pass of a step calls (in DDP, say), ``local`` what a pass of this
     rank alone does (compiled, say); ``bare`` is the module itself, whose names and tensors a
-    checkpoint holds.
+    checkpoint holds. ``blocks``: the names of the modules that a sharded one is gathered by.
     """
 
     model: nn.Module
@@ -143,6 +143,7 @@ class TrainState:
     nonfinite_by_design: frozenset[str] = frozenset()
     module_dtypes: Mapping[str, str] = field(default_factory=dict)
     upcast: Sequence[str] = ()
+    blocks: Sequence[str] = ()
     progress: Progress = field(default_factory=Progress)
     pending: Pending | None = None
     scale_on_host: float = 1.0

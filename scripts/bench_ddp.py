@@ -124,8 +124,8 @@ def by_ampctl(
         all_steps=WARM_UP + options.steps + 1,
         strategy=options.strategy,
     )
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        run_dir = Path(folder) / "run"
+    run_dir = Path(options.folder) / os.environ["MASTER_PORT"]  # the same on all ranks
+    with contextlib.redirect_stdout(io.StringIO()):
         loaded = parse_recipe(text, where="bench")
         worker.train(loaded, run_dir=run_dir, resume=False, quiet=False)
     return bench_ddp.Marked.last.wall_and_cpu_us()
@@ -246,7 +246,8 @@ def main() -> None:
     parser.add_argument("--strategy", choices=sorted(WRAPS), default="ddp")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = measure(options)
+    with tempfile.TemporaryDirectory() as options.folder:
+        rows = measure(options)
     print(
         f"{'dtype':<10}{'data':<14}{'by hand us':>12}{'ampctl us':>12}{'wall':>7}  min..max  "
         f"{'cpu':>7}  min..max"

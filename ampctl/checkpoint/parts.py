@@ -185,6 +185,8 @@ def _write_parts(
         every = writers.gather(parts)
     except CheckpointException as error:
         raise _fault(path, error) from error
+    except RuntimeError as error:  # of a collective: the others are gone, and have their own words
+        raise MachineError(f"cannot write {path}: {_first_line(error)}") from error
     return {name: part for parts in every for name, part in parts.items()}
 
 

@@ -75,8 +75,11 @@ def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
 
 
 def _devices(job: Job) -> str:
-    device, size = job.state.device, job.state.ranks.size
-    return f"{size} ranks of {device.type}" if size > 1 else f"{device}"
+    device, ranks, blocks = job.state.device, job.state.ranks, job.state.blocks
+    if not ranks.shards:
+        return f"{ranks.size} ranks of {device.type}" if ranks.size > 1 else f"{device}"
+    few = f"{len(blocks)} blocks, {blocks[0]} to {blocks[-1]}" if blocks else "one piece"
+    return f"{ranks.size} ranks of {device.type}, sharded in {few},"
 
 
 def _accuracy(job: Job) -> str:
