@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctl.data.loader import Borrowed, unwrapped
 from ampctl.data.move import tensors, to_device
-from ampctl.errors import UsageError
+from ampctl.errors import UsageError, first_of
 from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
 from ampctl.tasks import has_own
@@ -57,6 +57,7 @@ def backward_passes(
             del loss  # with its graph
         mean = part if mean is None else mean + part
     assert mean is not None, "a window holds at least one micro-batch"
+    _require_all_used(state)
     yield state.updaters, mean
 
 
@@ -79,6 +80,31 @@ def no_gradient(state: TrainState, updater: Updater) -> UsageError:
         "loss does not depend on them: is it computed from a detached tensor, or are the layers "
         "that it uses frozen?"
     )
+
+
+def unused(names: Sequence[str], state: TrainState, step: int) -> UsageError:
+    """Say which parameters took no part in the loss of a step, where DDP waits for all of them."""
+    return UsageError(
+        f"distributed: {len(names) or 'some'} parameters take no part in the loss of step {step} "
+        f"on rank {state.ranks.rank}: {first_of(names)}. Several ranks wait for the gradient of "
+        "each parameter: freeze these (requires_grad=False), or set "
+        "distributed.find_unused_parameters=true"
+    )
+
+
+def _require_all_used(state: TrainState) -> None:
+    """Raise UsageError for parameters without a gradient, which DDP on other ranks waits for.
+
+    Before any other collective: the other ranks would take it for that of the gradients.
+    """
+    model = state.model
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+        return
+    if any(parameter.grad is None for parameter in state.parameters):
+        trained = set(map(id, state.parameters))
+        every = state.bare.named_parameters()
+        names = [name for name, p in every if id(p) in trained and p.grad is None]
+        raise unused(names, state, state.progress.step + 1)
 
 
 def _reduction(state: TrainState, *, now: bool) -> AbstractContextManager[None]:

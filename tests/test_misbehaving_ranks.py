@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 from jobs import GRACE_S, TESTS, Job, JobEnded, job
-from processes import read_events
+from processes import read_events, starting
 
 from ampctl.distributed.ranks import Ranks
 from ampctl.errors import CheckpointError, MachineError
@@ -242,3 +244,106 @@ def test_dd8_an_error_of_ones_own_on_one_rank_is_told_with_rank_and_traceback(
     assert ended.seconds < GRACE_S
     if "built" not in fault:
         assert (stopped()["reason"], stopped()["exit_code"]) == ("error", 1)
+
+
+# Data of its own
+
+
+def test_a_stream_that_is_split_by_rank_is_refused(start: Start) -> None:
+    ended = start(STREAM + ", shards: true}").wait()
+    assert ended.code == 2
+    assert "data.train gives other samples on rank 1 than on rank 0." in ended.error
+    assert_told_once(ended)
+
+
+def test_a_data_worker_that_dies_on_one_rank_is_told_with_the_rank(start: Start) -> None:
+    ended = start("data.train.fault=killed", "data.num_workers=1").wait()
+    assert ended.code == 1
+    assert ended.error.startswith("rank 1: data worker 0 was ended by SIGKILL while reading among")
+    assert_told_once(ended)
+
+
+# NaN on one rank
+
+
+def test_dd7_nan_on_one_rank_is_skipped_by_all(start: Start) -> None:
+    ended = start("data.train.bad=22").wait()
+    assert (ended.code, ended.error) == (0, "")
+    (skip,) = [event for event in read_events(RUN) if event["event"] == "skip"]
+    assert skip["step"] == 6
+    assert [e["updates"] for e in read_events(RUN) if e["event"] == "train"] == [5, 9]
+
+
+@pytest.mark.parametrize("limit", ["amp.nonfinite=stop", "amp.max_skips=1"])
+def test_dd7_the_diagnosis_names_the_rank(limit: str, start: Start) -> None:
+    ended = start("data.train.bad=22", limit).wait()
+    assert ended.code == 3
+    assert "samples 0" in ended.error
+    assert "on rank 1" in ended.error
+    assert_told_once(ended)
+    assert (stopped()["reason"], stopped()["exit_code"]) == ("nonfinite", 3)
+
+
+# Parameters without a gradient
+
+
+def test_dd4_a_parameter_that_is_unused_later_is_named_with_its_key(start: Start) -> None:
+    ended = start("model.fault=spare").wait()
+    assert ended.code == 2
+    assert (
+        "distributed: 2 parameters take no part in the loss of step 3 on rank 1: spare.weight, "
+        "spare.bias." in ended.error
+    )
+    assert "distributed.find_unused_parameters=true" in ended.error
+    assert_told_once(ended)
+
+
+def test_dd4_parameters_that_are_unused_later_are_allowed_by_the_key(start: Start) -> None:
+    ended = start("model.fault=spare", "distributed.find_unused_parameters=true").wait()
+    assert (ended.code, ended.error) == (0, "")
+    assert stopped()["step"] == 12
+
+
+# Two runs, and what is said
+
+
+def test_a_second_job_in_a_folder_is_refused_naming_the_first(start: Start) -> None:
+    first = start("model.fault=hang")
+    first.ranks[0].until(lambda: [e for e in read_events(RUN) if e["event"] == "start"])
+    second = start(argv=("--resume", "auto")).wait()
+    assert second.code == 2
+    assert f"d is in use: process {first.ranks[0].pid} on {socket.gethostname()}" in second.error
+    assert_told_once(second)
+
+
+def test_dd11_each_line_is_said_once_and_a_warning_with_its_rank(start: Start) -> None:
+    ended = start("model.fault=warn", "distributed.timeout_minutes=0.1", size=3).wait()
+    assert ended.code == 0
+    lines = [re.sub(r":\d+:", ":N:", line) for line in ended.err.splitlines()]
+    assert sorted(lines) == [
+        "warning: rank 1: mine: a line of the log",
+        "warning: rank 1: unruly_parts.py:N: UserWarning: only one says this",
+        "warning: unruly_parts.py:N: UserWarning: all ranks say this",
+    ]
+    for line in ("complete: 12 steps", "step  5/12", "step 10  eval"):
+        assert ended.out.count(line) == 1, ended.out
+    for rank in (0, 1, 2):
+        log = Path(f"d/logs/rank-{rank}.log").read_text()
+        assert "all ranks say this" in log
+        assert ("only one says this" in log) == (rank == 1)
+
+
+# Through the launcher
+
+
+def test_the_launcher_tells_the_stuck_rank_once_and_leaves_no_process(
+    start: Start, folder: Path
+) -> None:
+    with starting(folder, PYTHONPATH=f"{TESTS.parent}", OMP_NUM_THREADS="1") as launch:
+        words = ("train", "recipe.yaml", "--nproc-per-node", "2", "--run-dir", "e", "--quiet")
+        ended = launch(*words, SHORT, "model.fault=hang").wait()
+    assert ended.code == 5
+    assert ended.err.startswith("error: rank 0 waited for 0.05 minutes (distributed.timeout_min")
+    assert "rank 1 was in step 4, at unruly_parts.py:" in ended.err
+    assert ended.err.count("\n") == 1, ended.err
+    assert stopped(Path("e"))["exit_code"] == 5

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ampctl import rng
@@ -15,6 +18,7 @@ from ampctl.data.loader import Borrowed, Window
 from ampctl.data.order import deal
 from ampctl.data.workers import end_workers, next_batch, start_worker, start_workers
 from ampctl.distributed.ranks import ALONE, Ranks
+from ampctl.errors import UsageError
 
 _STREAM = 3
 
@@ -60,6 +64,7 @@ class StreamData:
         self._ended = False
         self._restored = False
         self._workers: Any = None
+        self._is_compared = False
 
     def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
         """Yield each step's micro-batches and its samples, from ``first_step`` of the epoch on."""
@@ -74,6 +79,7 @@ class StreamData:
             return  # saved after the epoch's last step: the dataset has begun anew already
         size, ranks = self._micro_batch_size, self._ranks
         for step, samples in enumerate(self._batches(epoch, at_an_end=at_an_end)):
+            self._require_the_same(samples)
             if step < skipped or (self._drop_last and len(samples) < self._batch_size):
                 continue
             window = []
@@ -81,6 +87,20 @@ class StreamData:
                 batch = self._collate(samples[low:high])
                 window.append(Borrowed(batch) if borrowed else batch)
             yield window, len(samples)
+
+    def _require_the_same(self, samples: list[Any]) -> None:
+        """Raise UsageError if other ranks read other samples, in the first step that is read."""
+        if self._is_compared or self._ranks.size == 1:
+            return
+        self._is_compared = True
+        every = self._ranks.gather(_fingerprint(samples))
+        other = next((rank for rank, each in enumerate(every) if each != every[0]), None)
+        if other is not None:
+            raise UsageError(
+                f"data.train gives other samples on rank {other} than on rank 0. Every rank must "
+                "read the same ones, of which ampctl deals it its part: do not split the data set "
+                "by rank, and shuffle by the global generators (they are seeded alike) or a seed."
+            )
 
     def _batches(self, epoch: int, *, at_an_end: bool) -> Iterator[list[Any]]:
         """Yield the samples of each step, drawn with the stream's generators in place.
@@ -162,3 +182,24 @@ class StreamData:
 def _start_worker(seed: int, worker: int) -> None:
     start_worker(worker)
     rng.seed_host(rng.mix(seed, worker))
+
+
+def _fingerprint(samples: list[Any]) -> str:
+    """Return a digest of the numbers and texts in samples; what else they hold is passed over."""
+    digest = hashlib.sha256()
+
+    def take(value: Any) -> None:
+        if isinstance(value, Tensor):
+            digest.update(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+        elif isinstance(value, np.ndarray):
+            digest.update(np.ascontiguousarray(value).data.cast("B"))
+        elif isinstance(value, str | bytes | int | float):
+            digest.update(f"{value!r}".encode())
+        elif isinstance(value, Mapping):
+            take(list(value.values()))
+        elif isinstance(value, list | tuple):
+            for part in value:
+                take(part)
+
+    take(samples)
+    return digest.hexdigest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -53,6 +54,7 @@ class Attendance:
         self._thread: threading.Thread | None = None
         self._since: tuple[float, object] = (time.monotonic(), None)
         self._at, self._waited = "its start", False
+        self._unsaid: list[tuple[int, str, Callable[[str], None]]] = []
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -75,6 +77,8 @@ class Attendance:
         finally:
             self._over.set()
             self._thread.join(self._period_s)
+            with contextlib.suppress(RuntimeError):
+                self._say(all_of_it=True)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -122,6 +126,24 @@ class Attendance:
             "that gives each rank a part of its own must not do so here."
         )
 
+    def say_once(self, text: str, say: Callable[[str], None]) -> None:
+        """Say something unless another rank has said it; what all have to say is left to rank 0."""
+        if self._store is None:
+            say(text)
+            return
+        self._unsaid.append((0 if self._ranks.is_first else self._beats + 3, text, say))
+        if self._ranks.is_first:
+            self._say()
+
+    def _say(self, *, all_of_it: bool = False) -> None:
+        due = [each for each in self._unsaid if all_of_it or each[0] <= self._beats]
+        for each in due:
+            self._unsaid.remove(each)
+            _, text, say = each
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            if self._store is not None and self._store.add(f"said/{digest}", 1) == 1:
+                say(text)
+
     # The thread
 
     def _watch(self) -> None:
@@ -130,6 +152,7 @@ class Attendance:
         with contextlib.suppress(RuntimeError):  # the store goes with the job
             while not self._over.wait(self._period_s):
                 self._beat()
+                self._say()
                 if self._store.check([_VERDICT]):
                     self._end_if_stuck(self._store.get(_VERDICT).decode())
                 elif self._waits_for_device():

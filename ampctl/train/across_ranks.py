@@ -1,8 +1,9 @@
-"""What several ranks find out together: whose batch was bad, and which parameters are unused."""
+"""What several ranks find out: whose batch was bad, and which parameters DDP waits for."""
 
 from __future__ import annotations
 
 import copy
+import re
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,8 @@ from ampctl.data.loader import unwrapped
 from ampctl.distributed.ranks import ALONE
 from ampctl.distributed.shard import whole
 from ampctl.doctor.nonfinite import Diagnosis, examine
-from ampctl.errors import UsageError, first_of
+from ampctl.errors import UsageError
+from ampctl.losses import unused
 from ampctl.state import TrainState
 
 
@@ -79,21 +81,11 @@ def _gathered(job: Job) -> TrainState | None:
     )
 
 
-def require_all_used(job: Job) -> None:
-    """After the first step on several ranks, raise UsageError for parameters without a gradient.
-
-    DDP waits for the gradient of each parameter, and says at the next step that one did not come.
-    """
-    state = job.state
-    if state.ranks.size == 1 or job.recipe.distributed.find_unused_parameters:
-        return
-    if state.takes_turns:  # what one turn leaves out, another may use; nobody waits for it
-        return
-    trained = set(map(id, state.parameters))
-    unused = [n for n, p in state.bare.named_parameters() if id(p) in trained and p.grad is None]
-    if unused:
-        raise UsageError(
-            f"distributed: {len(unused)} parameters take no part in the loss of the first step: "
-            f"{first_of(unused)}. Several ranks wait for the gradient of each parameter: freeze "
-            "these (requires_grad=False), or set distributed.find_unused_parameters=true"
-        )
+def unused_later(error: Exception, state: TrainState) -> UsageError | None:
+    """Return DDP's error over a later step in words; None for any other error."""
+    if "finished reduction in the prior iteration" not in f"{error}":
+        return None
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", f"{error}")
+    numbers = list(map(int, found[1].split())) if found else []
+    names = [name for name, p in state.bare.named_parameters() if p.requires_grad]
+    return unused([names[n] for n in numbers if n < len(names)], state, state.progress.step)

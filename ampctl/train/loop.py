@@ -24,7 +24,7 @@ from ampctl.preflight import unknown_metric
 from ampctl.state import Progress, StepReport, TrainState
 from ampctl.step import settle, train_step
 from ampctl.train import words
-from ampctl.train.across_ranks import diagnose, require_all_used
+from ampctl.train.across_ranks import diagnose, unused_later
 from ampctl.train.evaluate import evaluate
 from ampctl.train.log import RunLog
 
@@ -104,12 +104,12 @@ def _epoch(run: Run) -> None:
             measure = log.is_due(progress.step + 1)
             report = train_step(state, window, samples=samples, measure=measure)
         except Exception as error:
-            told = in_words(error, state.bare, window, doing=f"step {progress.step + 1}")
+            told = unused_later(error, state) or in_words(
+                error, state.bare, window, doing=f"step {progress.step + 1}"
+            )
             if told is None:
                 raise
             raise told from error
-        if not run.windows:
-            require_all_used(job)
         run.windows.append((progress.step, window))
         progress.batch_in_epoch += 1
         progress.samples += samples

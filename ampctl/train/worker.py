@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.target import import_from_current_folder
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
+from ampctl.track.warned import warnings_told
 from ampctl.train import folder, words
 from ampctl.train.agreement import require_one_job, require_same_data
 from ampctl.train.log import RunLog
@@ -173,23 +174,26 @@ def _run(
 ) -> None:
     ranks = place.ranks
     console = Console(quiet=quiet, rank=ranks.rank)
-    try:
+
+    def warned(text: str) -> None:
+        place.attendance.say_once(text, console.warn)
+
+    with closing(console), warnings_told(warned):
         for note in notes if ranks.is_first else ():
             console.warn(note)
         job = _prepare(loaded, run_dir, origin, console, ranks)
-        if job is not None:
-            if ranks.is_first and origin is not None and origin.entry is not None:
-                _go_back(run_dir, origin.entry, console)
-            place.begun.mark(run_dir)
-            facts = environment.collect(str(job.state.device))
-            if ranks.is_first:
-                folder.write_facts(run_dir, loaded.text, facts)
-            ranks.wait()  # its folders are there
-            signals.training = True
-            with _log_file(run_dir, ranks):
-                _fit(job, run_dir, origin, console, signals, place.attendance, facts)
-    finally:
-        console.close()
+        if job is None:
+            return
+        if ranks.is_first and origin is not None and origin.entry is not None:
+            _go_back(run_dir, origin.entry, console)
+        place.begun.mark(run_dir)
+        facts = environment.collect(str(job.state.device))
+        if ranks.is_first:
+            folder.write_facts(run_dir, loaded.text, facts)
+        ranks.wait()  # its folders are there
+        signals.training = True
+        with _log_file(run_dir, ranks):
+            _fit(job, run_dir, origin, console, signals, place.attendance, facts)
 
 
 def _go_back(run_dir: Path, entry: Entry, console: Console) -> None:
@@ -318,10 +322,8 @@ def _log_file(run_dir: Path, ranks: Ranks) -> Iterator[None]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
-    logging.captureWarnings(True)
     try:
         yield
     finally:
-        logging.captureWarnings(False)
         root.removeHandler(handler)
         handler.close()
