@@ -336,6 +336,7 @@ def test_dd11_each_line_is_said_once_and_a_warning_with_its_rank(start: Start) -
 # Through the launcher
 
 
+@pytest.mark.slow
 def test_the_launcher_tells_the_stuck_rank_once_and_leaves_no_process(
     start: Start, folder: Path
 ) -> None:

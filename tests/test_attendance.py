@@ -1,0 +1,134 @@
+"""What a rank finds out about the others, with stand-ins for them in one store."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from ampctl.distributed.attendance import Attendance, _place
+from ampctl.distributed.failure import RankFailedError
+from ampctl.distributed.ranks import ALONE, Ranks
+from ampctl.errors import MachineError
+
+CLOSED = "[third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer [::1]:1"
+TIMEOUT = "[gloo/transport/tcp/unbound_buffer.cc:1] Timed out waiting 3000ms for recv operation"
+
+
+def attendance(minutes: float = 0.01, rank: int = 0) -> tuple[Attendance, Any]:
+    store = HashStore()
+    return Attendance(Ranks(rank, 2), store, minutes), store
+
+
+def alive(store: Any, place: dict[str, Any]) -> Callable[[], None]:
+    """Let rank 1 tell its place until the returned function is called."""
+    over = threading.Event()
+
+    def beat() -> None:
+        number = 0
+        while not over.wait(0.02):
+            number += 1
+            store.set("place/1", json.dumps({"beat": number, "step": 4, **place}))
+
+    threading.Thread(target=beat, daemon=True).start()
+    return over.set
+
+
+def test_errors_of_ones_own_are_raised_as_they_are() -> None:
+    for mine in (attendance()[0], Attendance(ALONE, None, 1.0)):
+        for error in (KeyError("x"), RuntimeError("connection closed"), RuntimeError("timed out")):
+            with pytest.raises(type(error)) as raised, mine.open():
+                raise error
+            assert raised.value is error
+
+
+def test_a_rank_that_lives_and_does_something_else_is_named_with_its_place() -> None:
+    mine, store = attendance()
+    mine.doing = "step 5"
+    end = alive(store, {"doing": "step 4", "at": "mine.py:3 in forward", "waits": False})
+    with pytest.raises(MachineError) as raised, mine.open():
+        raise RuntimeError(TIMEOUT)
+    end()
+    words = "rank 0 waited for 0.01 minutes (distributed.timeout_minutes) in step 5: rank 1 was in"
+    assert f"{raised.value}".startswith(f"{words} step 4, at mine.py:3 in forward. ")
+    assert store.get("verdict").decode() == f"{raised.value}"  # which ends rank 1
+
+
+def test_ranks_that_wait_in_different_places_are_told_with_them() -> None:
+    mine, store = attendance()
+    mine.doing = "step 5"
+    end = alive(store, {"doing": "the evaluation", "at": "loop.py:3 in f", "waits": True})
+    words = r"rank 0 in step 5, .*; rank 1 in the evaluation, at loop"
+    with pytest.raises(MachineError, match=words), mine.open():
+        raise RuntimeError(TIMEOUT)
+    end()
+
+
+def test_a_rank_that_is_alone_in_losing_its_connection_says_so() -> None:
+    mine, store = attendance()
+    end = alive(store, {"doing": "step 1", "at": "", "waits": True})
+    words = r"connection .* broke: every other rank is still there"
+    with pytest.raises(MachineError, match=words), mine.open():
+        raise RuntimeError(CLOSED)
+    end()
+
+
+def test_the_error_of_a_rank_that_ended_is_handed_on_with_its_code() -> None:
+    store = HashStore()
+    first, other = Attendance(Ranks(1, 2), store, 0.01), Attendance(Ranks(0, 2), store, 0.01)
+    with pytest.raises(KeyError), first.open():
+        raise KeyError("mine")
+    words = "the start: rank 1 ended: KeyError: 'mine'"
+    with pytest.raises(RankFailedError, match=words) as raised, other.open():
+        raise RuntimeError(CLOSED)
+    assert raised.value.exit_code == 1
+    assert raised.value.__cause__ is not None  # so that it is known to follow from another's
+
+
+def test_a_rank_that_waits_for_its_device_for_too_long_ends_before_the_watchdog_of_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it waits for NCCL, no exception comes; torch's file names tell."""
+    told: list[str] = []
+    left = threading.Lock()  # waited for in native code, as an event of CUDA is
+    left.acquire()
+
+    def leave(self: Attendance, verdict: str) -> None:
+        if not told:
+            told.append(verdict)
+            left.release()
+
+    monkeypatch.setattr(Attendance, "_leave", leave)
+    scope: dict[str, Any] = {}
+    file = torch.cuda.streams.__file__  # where Event.synchronize is
+    exec(compile("def synchronize(lock): return lock.acquire(timeout=30)", file, "exec"), scope)
+    mine, _ = attendance()
+    mine.doing = "step 5"
+    with mine.open():
+        assert scope["synchronize"](left)
+    assert told[0].startswith("rank 0 waited for 0.01 minutes")
+    assert "rank 1 gave no sign of life" in told[0]
+
+
+def test_equal_words_of_two_ranks_are_said_once() -> None:
+    store, said = HashStore(), []
+    first, other = Attendance(Ranks(0, 2), store, 1.0), Attendance(Ranks(1, 2), store, 1.0)
+    with other.open():
+        other.say_once("both", lambda text: said.append((1, text)))
+        other.say_once("one", lambda text: said.append((1, text)))
+        with first.open():
+            first.say_once("both", lambda text: said.append((0, text)))
+            first.say_once("both", lambda text: said.append((0, text)))
+    assert said == [(0, "both"), (1, "one")]
+
+
+def test_the_place_is_the_innermost_line_of_the_users_own() -> None:
+    import sys
+
+    assert _place(sys._getframe()).startswith("tests/test_attendance.py:")
+    assert _place(None) == "its start"
