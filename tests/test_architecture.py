@@ -42,6 +42,7 @@ FLOORS = {
     "schedules": 1,
     "tasks": 1,
     "build": 2,
+    "parallel": 2,
     "state": 2,
     "step": 2,
     "losses": 2,

@@ -103,8 +103,10 @@ def test_ranks_with_another_recipe_or_command_are_refused(
 def test_another_model_on_a_rank_is_said_in_words(start: Start) -> None:
     ended = start("model.fault=another shape").wait()
     assert ended.code == 2
-    assert ended.error.startswith("rank 1: recipe.yaml:2: model: the model is another one")
-    assert "sizes [5, 4]" in ended.error
+    assert ended.error.startswith("recipe.yaml:2: model: the model is another one on another rank")
+    assert "head.weight [5, 4] torch.float32, head.bias [5] torch.float32 only on rank 1" in (
+        ended.error
+    )
     assert_told_once(ended)
 
 

@@ -333,9 +333,8 @@ def _load_one(source: Path) -> Loaded:
     path = Path(os.path.realpath(source))  # latest and best are links
     index = parse_index(path.parent) or []
     entry = next((e for e in index if e.file == path.name), None)
-    payload = parts.read(
-        path if parts.is_folder(path) else source, [entry.sha256] if entry else None
-    )
+    named = path if parts.is_folder(path) else source
+    payload = parts.read(named, [entry.sha256] if entry else None)
     if NONFINITE in path.name or (entry and not entry.finite):
         names = nonfinite({key: payload[key] for key in ("model", "optimizer", "ema")})
         raise UnusableCheckpointError(

@@ -343,9 +343,7 @@ def _nonfinite(
     if shards is None:
         found = plain.nonfinite(held)
     else:
-        mine = plain.nonfinite([held, {key: local(value) for key, value in shards.items()}])
-        found = sorted(
-            {name.split(".", 1)[1] for every in state.ranks.gather(mine) for name in every}
-        )
+        mine = plain.nonfinite({**held, **{key: local(part) for key, part in shards.items()}})
+        found = sorted({name for every in state.ranks.gather(mine) for name in every})
     by_design = state.nonfinite_by_design
     return [name for name in found if name.split(".", 1)[-1] not in by_design]
