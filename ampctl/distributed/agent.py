@@ -201,7 +201,8 @@ def _config(options: Sequence[str], logs: str, timeout_s: int) -> LaunchConfig:
     config, _, _ = config_from_args(arguments)
     waits = ("join_timeout", "read_timeout") if is_c10d else ("timeout",)
     for name in waits:
-        config.rdzv_configs.setdefault(name, timeout_s)
+        if f"{name}=" not in arguments.rdzv_conf:
+            config.rdzv_configs[name] = timeout_s
     if is_c10d and not is_alone and is_here(host, port):
         # Torch itself knows the addresses of the host's name alone.
         config.rdzv_configs.setdefault("is_host", True)
