@@ -38,6 +38,15 @@ log: {every_steps: 1}
 distributed: {timeout_minutes: 1}
 """
 TWO = ("--nproc-per-node", "2")
+# A disk that takes its time, in every process that finds this on its path.
+SLOW_DISK = """
+import os, time
+fsync = os.fsync
+def slow(file):
+    time.sleep(0 if os.path.exists("go") else {seconds})
+    fsync(file)
+os.fsync = slow
+"""
 Start = Callable[..., Running]
 
 
@@ -92,7 +101,8 @@ class Task:
 
 @pytest.fixture(autouse=True)
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{TESTS}:{TESTS.parent}")
+    monkeypatch.setenv("PYTHONPATH", f"{folder / 'disk'}:{TESTS}:{TESTS.parent}")
+    (folder / "disk").mkdir()
     (folder / "recipe.yaml").write_text(RECIPE)
 
 
@@ -114,6 +124,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return last(folder / "d")
 
 
+def slow_disk(seconds: float) -> None:
+    Path("disk/sitecustomize.py").write_text(SLOW_DISK.format(seconds=seconds))
+
+
 def rank_pids(launcher: Running) -> dict[int, int]:
     """Return the processes that a launcher has for ranks, by rank."""
     found = {}
@@ -125,9 +139,11 @@ def rank_pids(launcher: Running) -> dict[int, int]:
     return found
 
 
-def kill_held(running: Running, rank: int) -> int:
-    """Kill a rank once both hold still, and let the others go on."""
+def kill_held(running: Running, rank: int, saved: str = "") -> int:
+    """Kill a rank once both hold still and a checkpoint is there; let the others go on."""
     running.until(lambda: all(Path(f"held-{each}").exists() for each in (0, 1)))
+    latest = Path(saved).parent / "latest.pt"
+    running.until(lambda: not saved or latest.resolve() == Path(saved).resolve())
     pid = rank_pids(running)[rank]
     os.kill(pid, signal.SIGKILL)
     Path("go").touch()
@@ -152,7 +168,8 @@ def test_a_killed_rank_starts_all_anew_and_the_end_is_that_of_the_undisturbed_ru
 ) -> None:
     line = ("train", "recipe.yaml", "--run-dir", "d", *TWO, "--max-restarts", "2")
     running = start(*line, f"task.hold={hold}")
-    pid = kill_held(running, rank)
+    saved = f"d/checkpoints/step-{goes_on_at:08d}.pt" if goes_on_at else ""
+    pid = kill_held(running, rank, saved)
     ended = running.wait()
     assert ended.code == 0, ended
     assert f"rank {rank} (process {pid}) was killed (SIGKILL)" in ended.err
@@ -160,6 +177,35 @@ def test_a_killed_rank_starts_all_anew_and_the_end_is_that_of_the_undisturbed_ru
     assert "Traceback" not in ended.err
     again = ("resume", goes_on_at) if goes_on_at else ("start", 0)
     assert begun("d") == [("start", 0), again]
+    assert_same(last(Path("d")), undisturbed)
+
+
+@pytest.mark.slow
+def test_rank_0_killed_in_a_save(start: Start, undisturbed: dict[str, Any]) -> None:
+    slow_disk(2.0)
+    running = start("train", "recipe.yaml", "--run-dir", "d", *TWO, "--max-restarts", "1")
+    running.until(lambda: list(Path("d").glob("checkpoints/.step-00000004*.tmp")))
+    os.kill(rank_pids(running)[0], signal.SIGKILL)
+    Path("go").touch()
+    ended = running.wait()
+    assert ended.code == 0, ended
+    assert begun("d") == [("start", 0), ("resume", 2)]
+    assert_same(last(Path("d")), undisturbed)
+
+
+def test_a_killed_rank_is_told_with_the_newest_checkpoint_and_the_command_that_goes_on(
+    start: Start, undisturbed: dict[str, Any]
+) -> None:
+    running = start("train", "recipe.yaml", "--run-dir", "d", *TWO, "task.hold=train-6")
+    pid = kill_held(running, 0, "d/checkpoints/step-00000004.pt")
+    ended = running.wait()
+    assert ended.code == 5
+    assert ended.err.startswith(f"error: rank 0 (process {pid}) was killed (SIGKILL). Most often")
+    newest = "The newest checkpoint is d/checkpoints/step-00000004.pt: "
+    assert ended.err.endswith(f"{newest}`ampctl resume d --nproc-per-node 2` goes on from it.\n")
+    assert ended.err.count("\n") == 1
+    ended = start("resume", "d", "--nproc-per-node", "2").wait()
+    assert (ended.code, ended.err) == (0, "")
     assert_same(last(Path("d")), undisturbed)
 
 
@@ -185,7 +231,7 @@ def test_a_resume_in_a_new_folder_goes_on_with_what_it_has_saved_there(
     assert first.code == 0, first
     line = ("resume", "a", "--run-dir", "b", *TWO, "--max-restarts", "1")
     running = start(*line, "train.max_steps=null", "task.hold=train-4")
-    kill_held(running, 0)
+    kill_held(running, 0, "b/checkpoints/step-00000006.pt")
     ended = running.wait()
     assert ended.code == 0, ended
     assert begun("b") == [("resume", 4), ("resume", 6)]

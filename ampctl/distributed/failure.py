@@ -44,15 +44,26 @@ FOLLOWS = 2
 class RankFailedError(AmpctlError):
     """A rank ended; the words and the exit code are those of the rank that failed first.
 
-    ``place`` orders such errors, the cause of the others first: see :func:`cause`.
+    ``place`` orders such errors, the cause of the others first: see :func:`cause`. ``unsaid``: the
+    rank left no word of its own, so that what is saved is for the launcher to say.
     """
 
     def __init__(
-        self, message: str, exit_code: int, *, place: tuple[float, float] = (math.inf, math.inf)
+        self,
+        message: str,
+        exit_code: int,
+        *,
+        place: tuple[float, float] = (math.inf, math.inf),
+        unsaid: bool = False,
     ) -> None:
         super().__init__(message)
         self.exit_code = exit_code
         self.place = place
+        self.unsaid = unsaid
+
+    def with_advice(self, text: str) -> RankFailedError:
+        """Return the same error with one more sentence or two."""
+        return RankFailedError(f"{self}. {text}", self.exit_code, place=self.place)
 
     @property
     def follows(self) -> bool:
@@ -116,7 +127,7 @@ def cause(failures: Mapping[int, ProcessFailure]) -> RankFailedError:
     place = _order(failure, started)
     told = _told(failure)  # with its own code: the agent's SIGTERM may find it on its way out
     if told is None:
-        return RankFailedError(*_unsaid(rank, failure), place=place)
+        return RankFailedError(*_unsaid(rank, failure), place=place, unsaid=True)
     text = told["text"]
     if not told["in_words"]:
         text = f"rank {rank} failed\n{text}"

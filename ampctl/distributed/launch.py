@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ampctl.distributed import failure
 from ampctl.distributed.member import LAUNCHER, STARTS
 from ampctl.distributed.plan import Options, Plan, plan_for, refuse_in_rank, with_variables
 from ampctl.errors import UsageError
@@ -54,7 +55,8 @@ def train(
         )
     with _run_folder(run_dir, loaded.recipe.name, plan, resume=resume) as where:
         flags = [*_if_any("--run-dir", where), *_if(resume, "--resume=auto")]
-        _start(plan, ["train", *flags, *_if(quiet, "--quiet"), "--", *words], notify)
+        argv = ["train", *flags, *_if(quiet, "--quiet"), "--", *words]
+        _start(plan, argv, where, notify)
 
 
 def resume(
@@ -86,7 +88,8 @@ def resume(
     name = loaded.recipe.name
     with _run_folder(run_dir or found.run_dir, name, plan, resume=goes_on) as where:
         flags = [*_if_any("--run-dir", where), *_if(trusted, "--trust"), *_if(quiet, "--quiet")]
-        _start(plan, ["resume", *flags, "--", f"{source}", *overrides], notify)
+        argv = ["resume", *flags, "--", f"{source}", *overrides]
+        _start(plan, argv, where, notify)
 
 
 def _unheard(text: str) -> None:
@@ -113,7 +116,7 @@ def _run_folder(
         folder.discard_unused(made)
 
 
-def _start(plan: Plan, argv: Sequence[str], notify: Notify) -> None:
+def _start(plan: Plan, argv: Sequence[str], run_dir: Path | None, notify: Notify) -> None:
     from ampctl.distributed import agent
 
     cores = len(os.sched_getaffinity(0))
@@ -127,8 +130,28 @@ def _start(plan: Plan, argv: Sequence[str], notify: Notify) -> None:
     if plan.nodes > 1 and _CPP_LOG_LEVEL not in os.environ:
         # Below that it tells of each address that has no name.
         variables[_CPP_LOG_LEVEL] = "ERROR"
-    with _environment(variables):  # which the ranks inherit
-        agent.run(plan.torchrun, argv, timeout_s=plan.timeout_s, notify=notify)
+    try:
+        with _environment(variables):  # which the ranks inherit
+            agent.run(plan.torchrun, argv, timeout_s=plan.timeout_s, notify=notify)
+    except failure.RankFailedError as error:
+        if error.unsaid:
+            raise error.with_advice(_way_on(run_dir, plan)) from error
+        raise
+
+
+def _way_on(run_dir: Path | None, plan: Plan) -> str:
+    """Say where the newest checkpoint is, and with which command to go on from it."""
+    if run_dir is None:
+        return "`ampctl resume RUN_DIR` goes on from the newest checkpoint, if there is one."
+    latest = run_dir / "checkpoints" / "latest.pt"
+    if not latest.exists():
+        return f"No checkpoint had been saved in {run_dir}."
+    ranks = f" --nproc-per-node {plan.processes}" if plan.nodes == 1 else " ..."
+    name = Path(os.path.realpath(latest)).name
+    return (
+        f"The newest checkpoint is {run_dir / 'checkpoints' / name}: "
+        f"`ampctl resume {run_dir}{ranks}` goes on from it."
+    )
 
 
 def _import_torch(options: Options) -> None:

@@ -146,6 +146,7 @@ def _gone(nodes: list[int], own: RankFailedError) -> RankFailedError:
         f"({_last_line(f'{own}')})",
         MachineError.exit_code,
         place=own.place,
+        unsaid=True,
     )
 
 
