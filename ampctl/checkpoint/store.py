@@ -59,11 +59,12 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Saved:
-    """A finished save: the file, its step and its size in bytes."""
+    """A finished save: the file, its step, its size in bytes and how long it took to write."""
 
     path: Path
     step: int
     size: int
+    seconds: float
 
 
 class Store:
@@ -145,6 +146,7 @@ class Store:
         finite: bool,
         shards: Mapping[str, Tensor] | None,
     ) -> None:
+        begin = time.monotonic()
         path = self._folder / file_name(step, finite, in_parts=shards is not None)
         # In the file too, so that a lost index can be made again with the best files known.
         payload = {**payload, "metrics": metrics}
@@ -177,7 +179,7 @@ class Store:
             raise disk.fault(path, error, written.size) from error
         finally:
             disk.discard(disk.temporary(path))
-        self._saved.append(Saved(path, step, written.size))
+        self._saved.append(Saved(path, step, written.size, time.monotonic() - begin))
 
     def _prove(self, path: Path, entry: Entry) -> None:
         """Read the first file back, before an older one is given up for it."""

@@ -8,6 +8,7 @@ from types import FrameType
 
 import torch
 
+from ampctl.distributed import early, member
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.errors import InterruptedRunError, MachineError, PreemptedError, UsageError
 
@@ -72,7 +73,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in self._WATCHED:
-            self._previous[number] = signal.signal(number, self._receive)
+            self._previous[number] = early.replaced(signal.signal(number, self._receive))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,7 +84,7 @@ class StopSignals:
         if number == signal.SIGINT and self.received is signal.SIGINT:
             os._exit(InterruptedRunError.exit_code)
         self.received = signal.Signals(number)
-        if self.training and os.isatty(2):
+        if self.training and member.speaks_on_terminal() and os.isatty(2):
             os.write(2, b"\nstopping after this step; press Ctrl-C to leave at once\n")
         previous = self._previous.get(self.received)
         if callable(previous) and previous is not signal.default_int_handler:

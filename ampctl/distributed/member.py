@@ -20,6 +20,9 @@ _GRACE_S = 30
 """How long a rank without a launcher has to save: as long as torchrun gives it."""
 
 
+_TORCHRUN_S = 30
+
+
 def is_rank() -> bool:
     """Return whether a launcher, torchrun or another one, has started this process as a rank.
 
@@ -63,3 +66,18 @@ def is_restarted() -> bool:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+
+
+def seconds_to_save() -> float | None:
+    """Return how long after SIGTERM the launcher of this rank kills it; None: it waits, or is none.
+
+    Ours waits for a save however long it takes.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get(LAUNCHER) == f"{os.getppid()}":
+        return None
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or _TORCHRUN_S)
+
+
+def speaks_on_terminal() -> bool:
+    """Return whether this process is the one of its machine that tells a signal on the terminal."""
+    return os.environ.get("LOCAL_RANK") in (None, "", "0")

@@ -37,6 +37,7 @@ class RunLog:
         total_steps: int | None,
         device: torch.device,
         scaling: bool,
+        seconds_to_save: float | None = None,
     ) -> None:
         self.console = console
         self._scaling = scaling
@@ -49,6 +50,7 @@ class RunLog:
         self._marks: dict[int, dict[str, Any]] = {}
         self._since: tuple[float, int, int] | None = None
         self._stalls: dict[int, float] = {}
+        self._seconds_to_save = seconds_to_save
 
     def begin(self, event: str, step: int, lines: Sequence[str], **fields: Any) -> None:
         """Tell that a run starts or goes on."""
@@ -169,6 +171,20 @@ class RunLog:
                 seconds=self._stalls.pop(saved.step, None),
                 bytes=saved.size,
             )
+            self._warn_of_slow_save(saved)
+
+    def _warn_of_slow_save(self, saved: Saved) -> None:
+        """Warn, once, before a save at the last moment is cut off by the launcher."""
+        limit = self._seconds_to_save
+        if limit is None or saved.seconds <= limit / 2:
+            return
+        self._seconds_to_save = None
+        self.console.warn(
+            f"the checkpoint of step {saved.step} took {saved.seconds:.0f} s to write, and "
+            f"torchrun kills ranks {limit:g} s after SIGTERM: what is not written by then is lost, "
+            "and the run goes on from the one before it. `ampctl train --nproc-per-node N` waits "
+            "for it; or set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to the seconds that it needs"
+        )
 
     def diagnosis(self, step: int, **fields: Any) -> None:
         """Tell what is at fault."""

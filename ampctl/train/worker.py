@@ -26,6 +26,7 @@ from ampctl.checkpoint.store import (
 from ampctl.distributed.attendance import Attendance
 from ampctl.distributed.env import StopSignals
 from ampctl.distributed.heed import Heed
+from ampctl.distributed.member import seconds_to_save
 from ampctl.distributed.ranks import Ranks, Writers, from_environment
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.errors import (
@@ -247,6 +248,7 @@ def _fit(
         total_steps=job.total_steps,
         device=job.state.device,
         scaling=job.state.scaler.enabled,
+        seconds_to_save=seconds_to_save(),
     )
     writers = Writers(ranks, job.recipe.distributed.timeout_minutes) if ranks.shards else None
     store = (
