@@ -68,8 +68,9 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, size: int = 40, fault: str = "", more: int = 0, bad: int = -1) -> None:
         generator = torch.Generator().manual_seed(1)
         size += more if RANK == ODD_ONE else 0
-        self.x = torch.randn(size, 8, generator=generator)
-        self.y = torch.randint(0, 4, (size,), generator=generator)
+        # Cut from one draw: a draw of another size has other values from its beginning on.
+        self.x = torch.randn(100, 8, generator=generator)[:size]
+        self.y = torch.randint(0, 4, (100,), generator=generator)[:size]
         self.fault = fault
         if bad >= 0:
             self.x[bad] = float("nan")

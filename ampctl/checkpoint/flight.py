@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A finished save: the file, its step, its size in bytes and how long it took to write."""
+
+    path: Path
+    step: int
+    size: int
+    seconds: float
 
 
 class Flight:

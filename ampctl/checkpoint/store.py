@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ampctl.checkpoint import disk, file, parts
 from ampctl.checkpoint.file import UnusableCheckpointError
-from ampctl.checkpoint.flight import Flight
+from ampctl.checkpoint.flight import Flight, Saved
 from ampctl.checkpoint.index import (
     FOLDER,
     NONFINITE,
@@ -55,16 +55,6 @@ class Loaded:
     payload: dict[str, Any]
     run_dir: Path | None
     entry: Entry | None
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A finished save: the file, its step, its size in bytes and how long it took to write."""
-
-    path: Path
-    step: int
-    size: int
-    seconds: float
 
 
 class Store:
@@ -148,8 +138,7 @@ class Store:
     ) -> None:
         begin = time.monotonic()
         path = self._folder / file_name(step, finite, in_parts=shards is not None)
-        # In the file too, so that a lost index can be made again with the best files known.
-        payload = {**payload, "metrics": metrics}
+        payload = {**payload, "metrics": metrics}  # from which a lost index is made again
         if shards is None:
             written = file.write(path, payload)
         else:
@@ -231,36 +220,6 @@ def retained(
     kept = {e.file for e in [*finite[-keep_last:], *others[-1:]]}
     kept |= {e.file for e in ranked(finite, monitor, mode)[:keep_best]}
     return [e for e in entries if e.file in kept]
-
-
-class Elsewhere:
-    """The store of a rank other than 0, which writes what all of them hold.
-
-    Of a sharded state each rank has a part, and writes it here.
-    """
-
-    def __init__(self, run_dir: Path, *, asynchronous: bool, writers: Writers | None) -> None:
-        self._folder = run_dir / FOLDER
-        self._writers = writers
-        self._flight = Flight(asynchronous)
-
-    def save(self, shards: Mapping[str, Tensor], *, step: int) -> None:
-        """Write this rank's part. Waits for the save before it, and raises that one's error."""
-        path = self._folder / file_name(step, True, in_parts=True)  # a name for messages
-        assert self._writers is not None, "a sharded state has several ranks"
-        self._flight.start(parts.write_part, path, shards, self._writers)
-
-    def wait(self) -> None:
-        """Block until this rank's last part is on the disk. Raises the error of that save."""
-        self._flight.land()
-
-    def finished(self) -> list[Saved]:
-        """Return nothing: rank 0 tells."""
-        return []
-
-    def close(self) -> None:
-        """Wait for the last save, raise its error, and end the thread."""
-        self._flight.close()
 
 
 def abandon_after(run_dir: Path, entry: Entry) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ampctl.checkpoint.store import Saved
+from ampctl.checkpoint.flight import Saved
 from ampctl.state import Progress, StepReport
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile

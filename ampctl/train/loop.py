@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ampctl import plain
 from ampctl.build import Job
-from ampctl.checkpoint.store import Elsewhere, Store
+from ampctl.checkpoint.elsewhere import Elsewhere
+from ampctl.checkpoint.store import Store
 from ampctl.data.workers import WorkerError
 from ampctl.distributed.attendance import Attendance
 from ampctl.distributed.heed import Heed

@@ -14,9 +14,9 @@ import torch
 from ampctl import environment
 from ampctl.build import Job, build_job
 from ampctl.checkpoint import lock
+from ampctl.checkpoint.elsewhere import Elsewhere
 from ampctl.checkpoint.index import Entry
 from ampctl.checkpoint.store import (
-    Elsewhere,
     Loaded,
     NoCheckpointError,
     Store,
