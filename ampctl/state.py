@@ -54,7 +54,8 @@ class StepReport:
     """What became of one step, once the host knows.
 
     ``loss`` is the mean over the step's items, ``lr`` the largest group's rate; ``scale_before``
-    was used by the step, ``scale_after`` is used by the next. Where measured, else None:
+    was used by the step, ``scale_after`` is used by the next; ``scale_differs``, where measured:
+    whether ``scale_before`` was another one on another rank. Where measured, else None:
     ``grad_norm``, the 2-norm of the unscaled gradient before clipping; ``underflow``, the share of
     gradient values that float16 loses at this scale; ``largest``, the largest scaled one;
     ``activation``, the largest float16 output of a module, and which module's it is.
@@ -77,6 +78,7 @@ class StepReport:
     scale_before: float
     scale_after: float
     consecutive_skips: int
+    scale_differs: bool = False
     optimizers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 

@@ -59,7 +59,9 @@ def train_step(
                 # Schedules and counters must stand before the next update.
                 before = settle(state)
             if measure:
-                state.ranks.mean_(loss)
+                differs = state.ranks.mean_(loss, alike=state.scaler.current_scale)
+                if differs is not None:
+                    figures["scale_differs"] = differs
             figures[key("loss", updaters[0].name if len(updaters) == 1 else "")] = loss
             for updater in updaters:
                 updater.learning_rate.before_update()
@@ -134,6 +136,7 @@ def settle(state: TrainState) -> StepReport | None:
         skipped=skipped,
         scale_before=scale_before,
         scale_after=figures["scale"],
+        scale_differs=bool(figures.get("scale_differs")),
         consecutive_skips=max([progress.consecutive_skips, *rows]),
         optimizers=of_each,
     )

@@ -75,10 +75,20 @@ class Ranks:
             share.copy_(counts[0] / counts[1])
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)  # all ranks: the steps that are logged
 
-    def mean_(self, value: Tensor) -> None:
-        """Make a tensor in place the mean of every rank's."""
-        if self.size > 1:
-            dist.all_reduce(value.div_(self.size))  # all ranks: the steps that are logged
+    def mean_(self, value: Tensor, *, alike: Tensor) -> Tensor | None:
+        """Make a scalar in place the mean of every rank's.
+
+        Returns 1 where ``alike``, which all ranks should have in common, differs, else 0, as a
+        scalar on the device, the same on every rank; None where there is one rank.
+        """
+        if self.size == 1:
+            return None
+        wide = torch.stack([value, alike, alike]).double()  # in which the sums below are exact
+        wide[2].square_()
+        dist.all_reduce(wide)  # all ranks: the steps that are logged
+        mean, common, squares = wide.div_(self.size).unbind()
+        value.copy_(mean)
+        return (squares - common.square()).gt(1e-9 * squares).float()
 
     def mean_gradients_(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make gradients in place the mean of every rank's; one that is not there counts as 0.
