@@ -62,6 +62,10 @@ FLOORS = {
 }
 LIGHT = (
     "cli",
+    "cli.options",
+    "cli.recipes",
+    "cli.runs",
+    "cli.screen",
     "distributed.launch",
     "distributed.plan",
     "distributed.member",
