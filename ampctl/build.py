@@ -68,16 +68,7 @@ def build_job(loaded: LoadedRecipe, ranks: Ranks = ALONE) -> Job:
     refuse_unsupported(loaded)
     refuse_unknown_targets(loaded)
     recipe = loaded.recipe
-    device = choose_device(recipe.train.device, ranks)
-    precision = choose_precision(recipe.amp.dtype, device, cache_enabled=recipe.amp.cache_enabled)
-    if device.type in ("cuda", "xpu"):
-        # Events, generators and kernels of libraries go to the current device unless told.
-        torch.get_device_module(device).set_device(device.index or 0)
-    if recipe.train.deterministic:
-        # cuBLAS reads this when it is first used; without it torch refuses matrix products.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(recipe.train.deterministic)
+    device, precision = settle_device(recipe, ranks)
     rng.seed_everything(recipe.seed)
     train_data = _build_train_data(loaded, device, ranks)
     eval_data = build_eval_data(loaded, device, ranks)
@@ -93,6 +84,21 @@ def build_job(loaded: LoadedRecipe, ranks: Ranks = ALONE) -> Job:
     return Job(loaded, state, train_data, eval_data, total_steps)
 
 
+def settle_device(recipe: Recipe, ranks: Ranks = ALONE) -> tuple[torch.device, Precision]:
+    """Choose device and dtype, and let torch know of them. Raises MachineError, UsageError."""
+    device = choose_device(recipe.train.device, ranks)
+    precision = choose_precision(recipe.amp.dtype, device, cache_enabled=recipe.amp.cache_enabled)
+    if device.type in ("cuda", "xpu"):
+        # Events, generators and kernels of libraries go to the current device unless told.
+        torch.get_device_module(device).set_device(device.index or 0)
+    if recipe.train.deterministic:
+        # cuBLAS reads this when it is first used; without it torch refuses matrix products.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(recipe.train.deterministic)
+    return device, precision
+
+
 def build_model(
     loaded: LoadedRecipe, device: torch.device, *, spread_later: bool = False
 ) -> nn.Module:
@@ -102,7 +108,7 @@ def build_model(
     part.
     """
     recipe = loaded.recipe
-    model = _build(loaded, "model", recipe.model)
+    model = build_part(loaded, "model", recipe.model)
     if not isinstance(model, nn.Module):
         found = type(model).__name__
         raise _error(loaded, "model", f"{recipe.model[TARGET]} gave a {found}, not an nn.Module")
@@ -141,14 +147,14 @@ def build_state(
     updaters = build_updaters(loaded, bare, device, total_steps)
     for updater in updaters if scaling else ():
         optim.refuse_closure(updater.optimizer)
-    task = as_task(_build(loaded, "task", recipe.task))
+    task = as_task(build_part(loaded, "task", recipe.task))
     _refuse_misfits(loaded, task, updaters, ranks)
     if getattr(bare, "_ddp_params_and_buffers_to_ignore", ()):
         ranks = replace(ranks, shares_verdict=True)  # these gradients are not averaged
     local: Any = bare
     if recipe.train.compile is not False:
-        local = _compiled(loaded, bare, task)
-    _set_accuracy(recipe.amp)
+        local = compiled(loaded, bare, task)
+    set_accuracy(recipe.amp)
     return TrainState(
         model=in_ddp(loaded, local, device, task, ranks),
         local=local,
@@ -212,7 +218,7 @@ def _refuse_misfits(
         raise RecipeError(problems)
 
 
-def _compiled(loaded: LoadedRecipe, model: nn.Module, task: Task) -> Any:
+def compiled(loaded: LoadedRecipe, model: nn.Module, task: Task) -> Any:
     """Compile a model; where the task calls its parts by themselves, compile each of them."""
     wanted = loaded.recipe.train.compile
     options = wanted if isinstance(wanted, Mapping) else {}
@@ -227,7 +233,7 @@ def _compiled(loaded: LoadedRecipe, model: nn.Module, task: Task) -> Any:
     return model
 
 
-def _set_accuracy(amp: AmpConfig) -> None:
+def set_accuracy(amp: AmpConfig) -> None:
     """Settle how matrix products are computed, whatever a user's module has set on import."""
     torch.set_float32_matmul_precision(amp.matmul_precision)
     matmul = torch.backends.cuda.matmul
@@ -244,7 +250,7 @@ def micro_batch_size(recipe: Recipe, ranks: Ranks) -> int:
 def _build_train_data(loaded: LoadedRecipe, device: torch.device, ranks: Ranks) -> TrainData:
     recipe = loaded.recipe
     data = recipe.data
-    dataset = _build(loaded, "data.train", data.train)
+    dataset = build_part(loaded, "data.train", data.train)
     micro = micro_batch_size(recipe, ranks)
     if isinstance(dataset, IterableDataset):
         return StreamData(
@@ -285,7 +291,7 @@ def build_eval_data(
     recipe = loaded.recipe
     if recipe.data.eval is None:
         return None
-    dataset = _build(loaded, "data.eval", recipe.data.eval)
+    dataset = build_part(loaded, "data.eval", recipe.data.eval)
     _length(loaded, "data.eval", dataset)
     size = recipe.data.eval_batch_size or micro_batch_size(recipe, ranks)
     return EvalData(
@@ -324,7 +330,8 @@ def _total_steps(loaded: LoadedRecipe, steps_per_epoch: int | None) -> int | Non
     return min(limits)
 
 
-def _build(loaded: LoadedRecipe, key: str, block: Mapping[str, Any]) -> Any:
+def build_part(loaded: LoadedRecipe, key: str, block: Mapping[str, Any]) -> Any:
+    """Build one block of a recipe."""
     return build(block, key=key, origins=loaded.origins)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from ampctl.optim import make_skippable
 from ampctl.recipe import trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe
 from ampctl.recipe.schema import Block, by_name
+
+_NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
     if payload["dtype"] != job.state.precision.name:
         notify(f"resuming in {job.state.precision.name}; it was saved in {payload['dtype']}")
     names = [updater.name for updater in job.state.updaters]
-    try:
+    with as_damage(origin.path):
         parts.fill(payload, origin.path, _like(job, payload).get)
         job.state.load_state_dict(
             payload,
@@ -80,11 +83,6 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
             changed_schedulers=_changed(saved_recipe.scheduler, job.recipe.scheduler, names),
         )
         job.train_data.load_state_dict(saved_data)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"checkpoint {origin.path} cannot be used: its content is not what ampctl saves "
-            f"({type(error).__name__}: {error}); name another one"
-        ) from error
     for updater in job.state.updaters:
         make_skippable(updater.optimizer)
     progress, steps = job.state.progress, job.train_data.steps_per_epoch
@@ -111,6 +109,18 @@ def _like(job: Job, payload: dict[str, Any]) -> dict[str, Tensor]:
             for name in saved["state"].get(index, {}):
                 own[f"{key}.state.{index}.{name}"] = parameter
     return own
+
+
+@contextmanager
+def as_damage(path: Path) -> Iterator[None]:
+    """Raise CheckpointError for content of the right keys that is not what ampctl saves there."""
+    try:
+        yield
+    except _NOT_OURS as error:
+        raise CheckpointError(
+            f"checkpoint {path} cannot be used: its content is not what ampctl saves "
+            f"({type(error).__name__}: {error}); name another one"
+        ) from error
 
 
 def _changed(old: Block | None, new: Block | None, names: Sequence[str]) -> list[str]:
