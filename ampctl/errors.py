@@ -12,6 +12,11 @@ def first_of(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + more
 
 
+def printable(text: str) -> str:
+    """Return text out of a file without line breaks and what else would steer a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 class AmpctlError(Exception):
     """Base of every error that is told in words rather than as a traceback.
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,3 +35,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def mount(folder: Path) -> Iterator[Any]:
+    """Mount a tmpfs of its own as ``disk`` with the options given."""
+    disk = folder / "disk"
+    disk.mkdir()
+    mounted = []
+
+    def mount(options: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"this user may not mount a tmpfs: {done.stderr.strip()}")
+        mounted.append(disk)
+        return disk
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", path], check=True)

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,10 @@ from ampctl import __version__
 from ampctl.cli import app
 
 TESTS = Path(__file__).parent
-COMMANDS = ("train", "resume", "check", "show", "schema", "env", "recipes")
+COMMANDS = (
+    *("train", "resume", "check", "inspect", "eval", "export"),
+    *("show", "schema", "env", "recipes"),
+)
 RECIPE = """\
 name: small
 seed: 1
@@ -336,26 +338,6 @@ def test_half_a_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for argv in (("train", "recipe.yaml"), ("resume", "d")):
         assert "RANK, LOCAL_RANK, MASTER_ADDR" in ampctl(*argv, code=5).stderr
-
-
-@pytest.fixture
-def mount(folder: Path) -> Iterator[Any]:
-    """Mount a tmpfs of its own as ``disk`` with the options given."""
-    disk = folder / "disk"
-    disk.mkdir()
-    mounted = []
-
-    def mount(options: str) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"this user may not mount a tmpfs: {done.stderr.strip()}")
-        mounted.append(disk)
-        return disk
-
-    yield mount
-    for path in mounted:
-        subprocess.run(["umount", path], check=True)
 
 
 def test_a_read_only_disk_ends_with_5(mount: Any) -> None:

@@ -176,6 +176,7 @@ def kill_in_the_middle(text: str, environment: dict[str, str]) -> None:
     }
 
 
+@pytest.mark.timeout(900)  # some thirty processes that import torch, one after the other
 def test_every_command_shown_with_output_gives_that_output(
     folder: Path, environment: dict[str, str]
 ) -> None:

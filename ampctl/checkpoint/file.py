@@ -21,7 +21,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 
 from ampctl.checkpoint import disk
-from ampctl.errors import CheckpointError
+from ampctl.errors import CheckpointError, printable
 
 FORMAT = "ampctl"
 VERSION = 1
@@ -69,8 +69,7 @@ class UnusableCheckpointError(CheckpointError):
 
     def __init__(self, path: Path, reason: str, advice: str) -> None:
         self.path = path
-        # Names in it come from the file, and may hold line breaks or terminal escapes.
-        self.reason = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in reason)
+        self.reason = printable(reason)  # names in it come from the file
         super().__init__(f"checkpoint {path} cannot be used: {self.reason}; {advice}")
 
 

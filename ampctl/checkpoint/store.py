@@ -244,24 +244,25 @@ def abandon_after(run_dir: Path, entry: Entry) -> list[str]:
     return [f"abandoned-{other.file}" for other in later]
 
 
-def load(source: Path, *, notify: Notify, in_parts: bool = False) -> Loaded:
+def load(source: Path, *, notify: Notify, in_parts: bool = False, look: bool = False) -> Loaded:
     """Read the newest intact finite checkpoint of a run folder, or the one named.
 
-    Sharded tensors are whole in it; ``in_parts`` leaves them empty for `parts.fill`.
+    Sharded tensors are whole in it; ``in_parts`` leaves them empty for `parts.fill`. ``look``: only
+    to look at it: tensors stay in the file, and a named one may be non-finite.
     A damaged file of a run folder is passed over with one line to ``notify``. Raises
     ``NoCheckpointError`` if the folder holds none, ``CheckpointError`` if none can be used.
     """
     if source.is_dir() and not parts.is_folder(source):
         is_checkpoints = source.name == FOLDER and not (source / FOLDER).is_dir()
-        found = _load_newest(source.parent if is_checkpoints else source, notify)
+        found = _load_newest(source.parent if is_checkpoints else source, notify, look=look)
     else:
-        found = _load_one(source)
+        found = _load_one(source, look=look)
     if not in_parts:
         parts.fill(found.payload, found.path)
     return found
 
 
-def _load_newest(run_dir: Path, notify: Notify) -> Loaded:
+def _load_newest(run_dir: Path, notify: Notify, *, look: bool) -> Loaded:
     entries = read_index(run_dir, notify)
     if not entries:
         raise NoCheckpointError(
@@ -275,7 +276,7 @@ def _load_newest(run_dir: Path, notify: Notify) -> Loaded:
             continue
         path = run_dir / FOLDER / entry.file
         try:
-            payload = parts.read(path, [entry.sha256])
+            payload = parts.read(path, [entry.sha256], mmap=look)
         except UnusableCheckpointError as error:
             failed.append((entry.file, error.reason))
             continue
@@ -290,13 +291,13 @@ def _load_newest(run_dir: Path, notify: Notify) -> Loaded:
     )
 
 
-def _load_one(source: Path) -> Loaded:
+def _load_one(source: Path, *, look: bool) -> Loaded:
     path = Path(os.path.realpath(source))  # latest and best are links
     index = parse_index(path.parent) or []
     entry = next((e for e in index if e.file == path.name), None)
     named = path if parts.is_folder(path) else source
-    payload = parts.read(named, [entry.sha256] if entry else None)
-    if NONFINITE in path.name or (entry and not entry.finite):
+    payload = parts.read(named, [entry.sha256] if entry else None, mmap=look)
+    if not look and (NONFINITE in path.name or (entry and not entry.finite)):
         names = nonfinite({key: payload[key] for key in ("model", "optimizer", "ema")})
         raise UnusableCheckpointError(
             source,

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ampctl import __version__
-from ampctl.cli import recipes, runs, screen
+from ampctl.cli import checkpoints, recipes, runs, screen
 from ampctl.cli.options import Json
 
 app = typer.Typer(
@@ -49,6 +49,9 @@ def env(as_json: Json = False) -> None:
 app.command()(runs.train)
 app.command()(runs.resume)
 app.command()(runs.check)
+app.command("inspect")(checkpoints.inspect)
+app.command("eval")(checkpoints.evaluate)
+app.command("export")(checkpoints.export)
 app.command()(recipes.show)
 app.command()(recipes.schema)
 app.command()(env)

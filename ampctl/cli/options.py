@@ -21,6 +21,20 @@ RunDir = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Warnings and the last lines only.")]
+CheckpointArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT|RUN_DIR", help="A checkpoint, or a run's folder for its newest."
+    ),
+]
+Averaged = Annotated[
+    bool | None,
+    typer.Option(
+        "--ema/--raw",
+        help="The averaged weights, or those that were trained.",
+        show_default="--ema if train.ema_decay was set",
+    ),
+]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Build what the recipe in the checkpoint names.")
 ]

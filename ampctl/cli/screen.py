@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ampctl.distributed import failure, member
 from ampctl.errors import AmpctlError, InterruptedRunError
+
+if TYPE_CHECKING:
+    from ampctl.data.loader import EvalData
 
 
 @contextmanager
@@ -54,6 +57,42 @@ def show(facts: Any, lines: list[str], as_json: bool) -> None:
     echo(json.dumps(facts, indent=2, default=str) if as_json else "\n".join(lines))
 
 
+def aligned(facts: Mapping[str, str]) -> list[str]:
+    """Return ``name:  value`` lines with the values below each other."""
+    width = max(map(len, facts), default=0) + 1
+    return [f"{name + ':':<{width}} {value}" for name, value in facts.items()]
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: drawn on a terminal, elsewhere columns that stay as they are."""
+    if sys.stdout.isatty():
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        drawn = Table(*headers, box=box.SIMPLE_HEAD)
+        for row in rows:
+            drawn.add_row(*(Text(cell) for cell in row))  # names are no markup
+        Console().print(drawn)
+        return
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    for row in (headers, *rows):
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        echo("  ".join(cells).rstrip())
+
+
+def progress(batches: EvalData) -> Iterable[Any]:
+    """Go through batches with a bar on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        return batches
+    from rich.console import Console
+    from rich.progress import track
+
+    bar = Console(stderr=True)
+    return track(batches, "evaluating", total=len(batches), console=bar, transient=True)
+
+
 def echo(text: str) -> None:
     """Print to stdout."""
     try:
@@ -66,3 +105,8 @@ def echo(text: str) -> None:
 def warn(text: str) -> None:
     """Print to stderr."""
     typer.echo(text, err=True)
+
+
+def warning(text: str) -> None:
+    """Tell something that may be wrong, on stderr, as a run tells it."""
+    warn(f"warning: {text}")

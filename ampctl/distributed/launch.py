@@ -7,10 +7,10 @@ What must be right before any rank starts is checked here, once; `plan` says how
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ampctl.distributed import failure
 from ampctl.distributed.member import LAUNCHER, STARTS
@@ -18,6 +18,8 @@ from ampctl.distributed.plan import Options, Plan, plan_for, refuse_in_rank, wit
 from ampctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from ampctl.checkpoint.contents import Facts
+    from ampctl.data.loader import EvalData
     from ampctl.recipe.load import LoadedRecipe
 
 _CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -56,7 +58,7 @@ def train(
     with _run_folder(run_dir, loaded.recipe.name, plan, resume=resume) as where:
         flags = [*_if_any("--run-dir", where), *_if(resume, "--resume=auto")]
         argv = ["train", *flags, *_if(quiet, "--quiet"), "--", *words]
-        _start(plan, argv, where, notify)
+        _start(plan, argv, notify, lambda: _way_on(where, plan))
 
 
 def resume(
@@ -77,7 +79,7 @@ def resume(
     if options.given():  # without any, the worker alone reads the checkpoint
         from ampctl.train.restore import read
 
-        found, _, loaded = read(source, overrides, trusted=trusted, notify=_unheard)
+        found, _, loaded = read(source, overrides, trusted=trusted, notify=_unheard, in_parts=True)
         plan = plan_for(options, loaded.recipe)
     if plan is None:
         from ampctl.train import worker
@@ -89,7 +91,46 @@ def resume(
     with _run_folder(run_dir or found.run_dir, name, plan, resume=goes_on) as where:
         flags = [*_if_any("--run-dir", where), *_if(trusted, "--trust"), *_if(quiet, "--quiet")]
         argv = ["resume", *flags, "--", f"{source}", *overrides]
-        _start(plan, argv, where, notify)
+        _start(plan, argv, notify, lambda: _way_on(where, plan))
+
+
+def evaluate(
+    source: Path,
+    overrides: Sequence[str],
+    options: Options,
+    *,
+    ema: bool | None,
+    trusted: bool,
+    flags: Sequence[str],
+    notify: Notify,
+    shown: Callable[[EvalData], Iterable[Any]],
+) -> Facts | None:
+    """Evaluate a checkpoint here or in ranks, of which the first tells the outcome itself.
+
+    ``flags`` are those of the command line that say how. Returns what
+    :func:`ampctl.train.from_checkpoint.evaluate_checkpoint` does, or None where ranks did it.
+    """
+    options = with_variables(options)
+    refuse_in_rank(options)
+    _import_torch(options)
+    plan = None
+    if options.given():
+        from ampctl.train.from_checkpoint import require_split
+        from ampctl.train.restore import read
+
+        _, _, loaded = read(source, overrides, trusted=trusted, notify=_unheard, in_parts=True)
+        require_split(loaded)
+        plan = plan_for(options, loaded.recipe)
+    if plan is None:
+        from ampctl.train.from_checkpoint import evaluate_checkpoint
+
+        return evaluate_checkpoint(
+            source, overrides, ema=ema, trusted=trusted, notify=notify, shown=shown
+        )
+    which = [] if ema is None else ["--ema" if ema else "--raw"]
+    words = ["eval", *which, *_if(trusted, "--trust"), *flags, "--", f"{source}", *overrides]
+    _start(plan, words, notify, lambda: "Run the command again: an evaluation changes nothing.")
+    return None
 
 
 def _unheard(text: str) -> None:
@@ -116,7 +157,8 @@ def _run_folder(
         folder.discard_unused(made)
 
 
-def _start(plan: Plan, argv: Sequence[str], run_dir: Path | None, notify: Notify) -> None:
+def _start(plan: Plan, argv: Sequence[str], notify: Notify, way_on: Callable[[], str]) -> None:
+    """Start ranks and wait for them; ``way_on`` says what can be done about a rank that is lost."""
     from ampctl.distributed import agent
 
     cores = len(os.sched_getaffinity(0))
@@ -135,7 +177,7 @@ def _start(plan: Plan, argv: Sequence[str], run_dir: Path | None, notify: Notify
             agent.run(plan.torchrun, argv, timeout_s=plan.timeout_s, notify=notify)
     except failure.RankFailedError as error:
         if error.unsaid:
-            raise error.with_advice(_way_on(run_dir, plan)) from error
+            raise error.with_advice(way_on()) from error
         raise
 
 

@@ -59,7 +59,8 @@ def require_trusted(loaded: LoadedRecipe, *, trust: bool) -> list[str]:
         f"{listing}\n"
         "allowed: objects of torch, torchvision, timm, transformers, torchmetrics and ampctl that "
         "fit their place, and recipes that you have trained here\n"
-        "    if you know where the checkpoint comes from, say --trust; or train that recipe here"
+        "    if you know where the checkpoint comes from, say --trust (trust=True in Python); or "
+        "train that recipe here"
     )
 
 

@@ -37,13 +37,18 @@ class Origin:
 
 
 def read(
-    source: Path, overrides: Sequence[str], *, trusted: bool, notify: Callable[[str], None]
+    source: Path,
+    overrides: Sequence[str],
+    *,
+    trusted: bool,
+    notify: Callable[[str], None],
+    in_parts: bool = False,
 ) -> tuple[Loaded, LoadedRecipe, LoadedRecipe]:
     """Read a checkpoint, the recipe in it, and that recipe with overrides.
 
     Raises CheckpointError if it cannot be used or trusted, RecipeError for an override.
     """
-    found = load(source, notify=notify, in_parts=True)
+    found = load(source, notify=notify, in_parts=in_parts)
     text, name = found.payload["recipe"], f"recipe of {found.path.name}"
     saved = parse_recipe(text, where=name)
     for line in trust.require_trusted(saved, trust=trusted):

@@ -101,7 +101,9 @@ def resume(
         if is_first and run_dir is None and folder.holds_run(source):
             # Before it is read: the run that holds it may be about to save a newer checkpoint.
             held.enter_context(lock.hold(source))
-        found, saved, loaded = read(source, overrides, trusted=trusted, notify=notes.append)
+        found, saved, loaded = read(
+            source, overrides, trusted=trusted, notify=notes.append, in_parts=True
+        )
         place = held.enter_context(joined(loaded))
         ranks, begun = place.ranks, place.begun
         notes += require_one_job(loaded, ranks, command="resume", __run_dir=run_dir)
