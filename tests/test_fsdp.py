@@ -16,12 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_ddp import RECIPE, TESTS, assert_close, events, ranks
 from test_resume_exact import assert_same
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
+from ampctl import load_model
 from ampctl.checkpoint import parts
 from ampctl.checkpoint.store import load
+from ampctl.cli import app
 from ampctl.distributed.ranks import ALONE
 from ampctl.distributed.shard import shard_
 from ampctl.errors import CheckpointError
@@ -252,6 +256,38 @@ def test_ck_a_part_outside_of_the_folder_is_not_read(saved: Path) -> None:
     part.symlink_to(Path("elsewhere").resolve())
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing"):
         load(newest, notify=pytest.fail)
+
+
+def test_a_sharded_checkpoint_is_inspected_exported_and_evaluated_as_a_file_is(
+    saved: Path,
+) -> None:
+    def ampctl(*argv: str) -> str:
+        result = CliRunner().invoke(app, list(argv))
+        assert result.exit_code == 0, (result.output, result.exc_info)
+        return result.stdout
+
+    whole = last("run")
+    newest = saved / "checkpoints/latest.dist"
+    facts = json.loads(ampctl("inspect", f"{newest}", "--json"))
+    assert facts["progress"]["step"] == 3
+    assert facts["world_size"] == 2
+    assert facts["nonfinite"] == facts["strange"] == []
+    (row,) = [
+        e for e in json.loads((saved / "checkpoints/index.json").read_text()) if e["step"] == 3
+    ]
+    assert (facts["sha256"], facts["bytes"]) == (row["sha256"], row["size"])
+    sizes = facts["parts"]["model"]
+    assert sizes["bytes"] == sum(v.numel() * v.element_size() for v in whole["model"].values())
+    ampctl("export", "run", "weights.safetensors")
+    for name, value in load_file("weights.safetensors").items():
+        assert torch.equal(value, whole["ema"][name]), name
+    ampctl("export", f"{newest}", "raw.pt", "--raw")
+    for name, value in torch.load("raw.pt", weights_only=True).items():
+        assert torch.equal(value, whole["model"][name]), name
+    told = json.loads(ampctl("eval", "run", "--json"))
+    stored = whole["progress"]["metrics"]
+    assert told["metrics"] == pytest.approx(stored, rel=1e-6)
+    assert isinstance(load_model("run"), Deep)
 
 
 def test_dd7_a_bad_sample_on_one_rank_is_diagnosed_on_the_whole_model() -> None:

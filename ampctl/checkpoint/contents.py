@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ampctl.checkpoint.file import UnusableCheckpointError, digest
+from ampctl.checkpoint import parts
+from ampctl.checkpoint.file import UnusableCheckpointError
 from ampctl.checkpoint.store import Loaded
 from ampctl.errors import RecipeError, printable
 from ampctl.plain import nonfinite
@@ -48,8 +49,8 @@ def describe(found: Loaded) -> Facts:
     text, progress = payload["recipe"], payload["progress"]
     return {
         "path": printable(f"{path}"),
-        "bytes": _size(path),
-        "sha256": found.entry.sha256 if found.entry else _digest(path),
+        "bytes": parts.size(path),
+        "sha256": found.entry.sha256 if found.entry else parts.digest(path),
         "version": fact(payload["version"]),
         "recipe": {**_of_recipe(text), "digest": recipe_digest(text)},
         "progress": fact(progress),
@@ -210,14 +211,3 @@ def _of_recipe(text: str) -> Facts:
     except RecipeError:
         return {"name": None, "monitor": None}
     return {"name": word(recipe.name), "monitor": word(recipe.checkpoint.monitor)}
-
-
-def _size(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder."""
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return path.stat().st_size
-
-
-def _digest(path: Path) -> str | None:
-    return digest(path) if path.is_file() else None

@@ -110,8 +110,8 @@ def evaluate(
     ``flags`` are those of the command line that say how. Returns what
     :func:`ampctl.train.from_checkpoint.evaluate_checkpoint` does, or None where ranks did it.
     """
-    options = with_variables(options)
     refuse_in_rank(options)
+    options = with_variables(options)
     _import_torch(options)
     plan = None
     if options.given():
