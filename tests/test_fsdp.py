@@ -284,10 +284,10 @@ def test_a_sharded_checkpoint_is_inspected_exported_and_evaluated_as_a_file_is(
     ampctl("export", f"{newest}", "raw.pt", "--raw")
     for name, value in torch.load("raw.pt", weights_only=True).items():
         assert torch.equal(value, whole["model"][name]), name
-    told = json.loads(ampctl("eval", "run", "--json"))
+    told = json.loads(ampctl("eval", "run", "--json", "--trust"))
     stored = whole["progress"]["metrics"]
     assert told["metrics"] == pytest.approx(stored, rel=1e-6)
-    assert isinstance(load_model("run"), Deep)
+    assert isinstance(load_model("run", trust=True), Deep)
 
 
 def test_dd7_a_bad_sample_on_one_rank_is_diagnosed_on_the_whole_model() -> None:
