@@ -19,7 +19,6 @@ from ampctl.data.move import tensors, to_device
 from ampctl.errors import UsageError, first_of
 from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
-from ampctl.tasks import has_own
 from ampctl.updater import Updater
 
 Turn = tuple[Sequence[Updater], Tensor]
@@ -156,8 +155,8 @@ def _shares_of_rank(
     counts = [
         0.0 if isinstance(each, Borrowed) else float(state.task.num_items(each)) for each in window
     ]
-    counts_samples = not has_own(state.task, "num_items") and samples is not None
-    held = float(samples or 0) if counts_samples else state.ranks.total(sum(counts))
+    known = samples is not None and state.counts_samples
+    held = float(samples or 0) if known else state.ranks.total(sum(counts))
     size, held = state.ranks.size, held or 1.0
     batches = unwrapped(window)
     return [(batch, count * size / held) for batch, count in zip(batches, counts, strict=True)]

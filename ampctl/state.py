@@ -154,6 +154,7 @@ class TrainState:
     takes_turns: bool = field(init=False)
     watches_activations: bool = field(init=False)
     shares_buffers: bool = field(init=False)
+    counts_samples: bool = field(init=False)
     _asked: Mapping[str, frozenset[str]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,6 +163,7 @@ class TrainState:
         together = self.amp.all_or_nothing and len(self.updaters) > 1
         self.rewinds = {each.name: Rewind(each) for each in self.updaters} if together else {}
         self.takes_turns = has_own(self.task, "losses")
+        self.counts_samples = not has_own(self.task, "num_items")
         # A hook would make a compiled model be compiled anew.
         self.watches_activations = self.scaler.enabled and not self.compiled
         self.shares_buffers = self.ranks.shards or (self.ranks.size > 1 and self.takes_turns)

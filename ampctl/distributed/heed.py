@@ -9,7 +9,7 @@ from ampctl.distributed.env import StopSignals
 from ampctl.distributed.ranks import Ranks
 
 EVERY_SECONDS = 0.5
-MOST_LOOKS = 64
+MOST_LOOKS = 256
 """What bounds the delay where looks become slow at once."""
 
 
