@@ -242,6 +242,13 @@ def test_a_hostile_index_of_parts_runs_nothing(saved: Path) -> None:
     tried(lambda m: m.state_dict_metadata.clear())
     forged(newest, ".metadata", original)
     load(newest, notify=lambda text: None)
+    state = torch.load(newest / "state.pt", weights_only=True)
+    state["model"]["gate"] = torch.empty(2**40, 2**20, device="meta")
+    torch.save(state, newest / "state.pt")
+    with pytest.raises(CheckpointError, match="parts cannot be read"):
+        load(newest, notify=lambda text: None)
+    state["model"]["gate"] = torch.empty(1, device="meta")
+    torch.save(state, newest / "state.pt")
     part = pickle.dumps(Canary())
     forged(newest, "__0_0.distcp", part + bytes(10**4))
     with pytest.raises(CheckpointError, match="parts cannot be read"):

@@ -104,21 +104,28 @@ def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> 
 
 
 def fill(
-    payload: dict[str, Any], path: Path, like: Callable[[str], Tensor | None] = lambda key: None
+    payload: dict[str, Any], path: Path, like: Callable[[str], Tensor | None] | None = None
 ) -> None:
     """Bring the tensors of a payload that was read from ``path`` in place to what they should be.
 
     ``like`` returns the tensor that takes the one of a dotted key: where it is sharded, this rank
-    gets its own part, and elsewhere the whole on the CPU. Raises ``UnusableCheckpointError``.
+    gets its own part, and elsewhere (or without ``like``) the whole on the CPU. Raises
+    ``UnusableCheckpointError``.
     """
-    wanted: dict[str, Tensor] = {}
-    _replace(payload, "", lambda key, tensor: _target(key, tensor, like(key), wanted))
-    if not wanted:
+    if like is None and not is_folder(path):
         return
+    wanted: dict[str, Tensor] = {}
+
+    def target(key: str, tensor: Tensor) -> Tensor:
+        return _target(key, tensor, like(key) if like else None, wanted)
+
     from torch.distributed.checkpoint.api import CheckpointException  # no Exception
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
+        _change_tensors(payload, target)
+        if not wanted:
+            return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group, which none needs
             load(dict(wanted), storage_reader=_reader(path, _parts(path, payload)), no_dist=True)
@@ -214,18 +221,24 @@ def _parts(path: Path, payload: Mapping[str, Any]) -> dict[str, Written]:
     return parts
 
 
-def _replace(value: Any, key: str, change: Callable[[str, Tensor], Tensor]) -> Any:
-    """Change the tensors in a nest of dicts and lists, in place."""
-    if isinstance(value, Tensor):
-        return change(key, value)
-    places: Any = ()
-    if isinstance(value, dict):
-        places = list(value.items())
-    elif isinstance(value, list):
-        places = list(enumerate(value))
-    for name, part in places:
-        value[name] = _replace(part, f"{key}.{name}" if key else f"{name}", change)
-    return value
+def _change_tensors(payload: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> None:
+    """Change the tensors in a nest of dicts and lists, in place; each dict and list once.
+
+    A nest from a file may be deep, and may hold one list in many places.
+    """
+    left: list[tuple[str, Any]] = [("", payload)]
+    seen: set[int] = set()
+    while left:
+        key, value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        for name, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            inner = f"{key}.{name}" if key else f"{name}"
+            if isinstance(part, Tensor):
+                value[name] = change(inner, part)
+            elif isinstance(part, dict | list):
+                left.append((inner, part))
 
 
 def _target(key: str, tensor: Tensor, own: Tensor | None, wanted: dict[str, Tensor]) -> Tensor:

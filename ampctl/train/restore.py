@@ -80,7 +80,8 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
         notify(f"resuming in {job.state.precision.name}; it was saved in {payload['dtype']}")
     names = [updater.name for updater in job.state.updaters]
     with as_damage(origin.path):
-        parts.fill(payload, origin.path, _like(job, payload).get)
+        own = _like(job, payload)
+        parts.fill(payload, origin.path, own.get if own else None)
         job.state.load_state_dict(
             payload,
             notify=notify,
