@@ -25,6 +25,7 @@ from ampctl.distributed.env import choose_device
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import WeightAverage
 from ampctl.errors import RecipeError
+from ampctl.load_state import FirstWeights
 from ampctl.parallel import in_ddp, shard
 from ampctl.plain import nonfinite
 from ampctl.preflight import refuse_unknown_targets, refuse_unsupported
@@ -59,8 +60,12 @@ class Job:
         return self.loaded.recipe
 
 
-def build_job(loaded: LoadedRecipe, ranks: Ranks = ALONE) -> Job:
+def build_job(
+    loaded: LoadedRecipe, ranks: Ranks = ALONE, first_weights: FirstWeights | None = None
+) -> Job:
     """Build everything a recipe names, from its seed; of several processes each its part.
+
+    ``first_weights``: what the model starts from, if not from what it is built with.
 
     Raises RecipeError for what cannot be built or is not supported, UsageError for parts that do
     not go together, MachineError for a device that is not here.
@@ -77,7 +82,7 @@ def build_job(loaded: LoadedRecipe, ranks: Ranks = ALONE) -> Job:
     total_steps = _total_steps(loaded, train_data.steps_per_epoch)
     # The weights depend on the seed alone, not on what building the data drew.
     rng.seed_everything(recipe.seed)
-    state = build_state(loaded, device, precision, total_steps, ranks)
+    state = build_state(loaded, device, precision, total_steps, ranks, first_weights)
     if not ranks.is_first:
         # The same weights, but other random numbers: dropout is not to be the same on all ranks.
         rng.seed_everything(rng.mix(recipe.seed, _RANK_STREAM, ranks.rank))
@@ -129,12 +134,14 @@ def build_state(
     precision: Precision,
     total_steps: int | None,
     ranks: Ranks = ALONE,
+    first_weights: FirstWeights | None = None,
 ) -> TrainState:
     """Build model, task, optimizer, schedule and scaler, in the order in which state is loaded."""
     recipe = loaded.recipe
     shards = ranks.size > 1 and recipe.distributed.strategy == "fsdp"
     bare = build_model(loaded, device, spread_later=shards)
     bare.train()
+    left = first_weights.fill(bare) if first_weights else []
     upcast = upcast_(bare) if recipe.amp.upcast else []
     modules = set_module_dtypes(
         bare, recipe.amp.modules, device_type=device.type, origins=loaded.origins
@@ -173,6 +180,7 @@ def build_state(
         module_dtypes=modules,
         upcast=upcast,
         blocks=blocks,
+        left_as_built=left,
         compiled=recipe.train.compile is not False,
     )
 

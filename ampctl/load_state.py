@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -11,18 +13,61 @@ from torch import Tensor, nn
 from ampctl.errors import CheckpointError
 from ampctl.optim import KERNEL_CHOICES
 
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class FirstWeights:
+    """The weights that a new run starts from, instead of those that its model is built with.
+
+    ``where`` they are from, in words; names that match a glob of ``allow_missing`` may stay as the
+    model builds them, where the weights have none of that name and shape.
+    """
+
+    tensors: Mapping[str, Any]
+    where: str
+    allow_missing: Sequence[str] = ()
+
+    def fill(self, model: nn.Module) -> list[str]:
+        """Load them; return the names that stay as built. Raises CheckpointError, by name."""
+        own = model.state_dict()
+        lines = _misfits(own, self.tensors)
+        left = {n for n in lines if any(fnmatchcase(n, glob) for glob in self.allow_missing)}
+        wrong = [f"{name}: {why}" for name, why in sorted(lines.items()) if name not in left]
+        known = {*own, *left}
+        for glob in self.allow_missing:
+            if not any(fnmatchcase(name, glob) for name in known):
+                wrong.append(f"--allow-missing {glob}: no weight is called so")
+        if wrong:
+            raise CheckpointError(
+                f"the weights of {self.where} do not fit the model:\n{_listing(wrong)}\n"
+                "--allow-missing GLOB leaves those whose names match as the model builds them"
+            )
+        fitting = {name: value for name, value in self.tensors.items() if name not in left}
+        kept = {name: value for name, value in own.items() if name in left}
+        model.load_state_dict({**kept, **fitting}, strict=True)
+        return sorted(left)
+
+
+def _misfits(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]:
+    """Say of each name that does not fit why."""
+    lines = {name: "missing in the checkpoint" for name in own if name not in saved}
+    lines |= {name: "not in the model" for name in saved if name not in own}
+    for name in own.keys() & saved.keys():
+        mine, theirs = own[name], saved[name]
+        if isinstance(mine, Tensor) != isinstance(theirs, Tensor):
+            lines[name] = f"a {type(theirs).__name__} saved, a {type(mine).__name__} in the model"
+        elif isinstance(mine, Tensor) and mine.shape != theirs.shape:
+            lines[name] = f"{list(theirs.shape)} saved, {list(mine.shape)} in the model"
+    return lines
+
 
 def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load weights strictly; raise CheckpointError that lists by name what does not fit."""
-    own = model.state_dict()
-    problems = [f"{name}: missing in the checkpoint" for name in own if name not in state]
-    problems += [f"{name}: not in the model" for name in state if name not in own]
-    for name in own.keys() & state.keys():
-        mine, saved = own[name], state[name]
-        if isinstance(mine, Tensor) and isinstance(saved, Tensor) and mine.shape != saved.shape:
-            problems.append(f"{name}: {list(saved.shape)} saved, {list(mine.shape)} in the model")
-    if problems:
-        raise CheckpointError(fit_message("model", sorted(problems)))
+    lines = _misfits(model.state_dict(), state)
+    if lines:
+        problems = [f"{name}: {why}" for name, why in sorted(lines.items())]
+        raise CheckpointError(fit_message("model", problems))
     model.load_state_dict(dict(state), strict=True)
 
 
@@ -99,11 +144,14 @@ def _group_difference(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str
     return lines or [f"{len(saved)} parameter groups in the checkpoint, {len(own)} now"]
 
 
-def fit_message(part: str, lines: Sequence[str], shown: int = 8) -> str:
+def fit_message(part: str, lines: Sequence[str]) -> str:
     """Say what of a part of a checkpoint does not fit, the first few lines of it."""
-    more = f"\n  and {len(lines) - shown} more" if len(lines) > shown else ""
-    listing = "\n".join(f"  {line}" for line in lines[:shown])
     return (
-        f"the checkpoint does not fit the recipe: {part}\n{listing}{more}\n"
+        f"the checkpoint does not fit the recipe: {part}\n{_listing(lines)}\n"
         f"Resume with the recipe that it was saved with, or start a new run."
     )
+
+
+def _listing(lines: Sequence[str]) -> str:
+    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return "\n".join(f"  {line}" for line in lines[:_SHOWN]) + more

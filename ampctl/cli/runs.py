@@ -46,6 +46,19 @@ def train(
             help="auto: go on from the newest intact checkpoint in --run-dir, or start there."
         ),
     ] = Resume.never,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CHECKPOINT",
+            help="Start a new run from the weights of a checkpoint, a run or a .safetensors file.",
+        ),
+    ] = None,
+    allow_missing: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB", help="With --init-from: weights that may be missing, or not fit."
+        ),
+    ] = None,
     quiet: Quiet = False,
     nproc_per_node: NprocPerNode = None,
     nnodes: Nnodes = None,
@@ -63,6 +76,8 @@ def train(
         options = Options(nproc_per_node, nnodes, *meeting, max_restarts)
         if resume is Resume.auto and run_dir is None:
             raise UsageError("--resume auto looks for the run in --run-dir: give one")
+        if allow_missing and init_from is None:
+            raise UsageError("--allow-missing is about the weights of --init-from: give both")
         loaded = load_recipe(recipe, overrides or ())
         launch.train(
             loaded,
@@ -72,6 +87,8 @@ def train(
             resume=resume is Resume.auto,
             quiet=quiet,
             notify=screen.warn,
+            init_from=init_from,
+            allow_missing=allow_missing or (),
         )
 
 

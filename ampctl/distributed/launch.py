@@ -36,19 +36,24 @@ def train(
     resume: bool,
     quiet: bool,
     notify: Notify,
+    init_from: Path | None = None,
+    allow_missing: Sequence[str] = (),
 ) -> None:
     """Train a recipe here, or in ranks that each read ``words``: the recipe and its overrides.
 
     Raises UsageError and MachineError for options that cannot be, RankFailedError for a rank that
     failed, and what :func:`ampctl.train.worker.train` raises. ``notify`` is told of restarts.
+    ``init_from``: a checkpoint whose weights a new run starts from.
     """
     options = with_variables(options)
     _import_torch(options)
     plan = plan_for(options, loaded.recipe)
     if plan is None:
         from ampctl.train import worker
+        from ampctl.train.init_from import InitFrom
 
-        worker.train(loaded, run_dir=run_dir, resume=resume, quiet=quiet)
+        first = InitFrom(init_from, tuple(allow_missing)) if init_from else None
+        worker.train(loaded, run_dir=run_dir, resume=resume, quiet=quiet, init_from=first)
         return
     if run_dir is None and plan.nodes > 1 and options.max_restarts:
         raise UsageError(
@@ -57,6 +62,8 @@ def train(
         )
     with _run_folder(run_dir, loaded.recipe.name, plan, resume=resume) as where:
         flags = [*_if_any("--run-dir", where), *_if(resume, "--resume=auto")]
+        flags += _if_any("--init-from", init_from)
+        flags += [f"--allow-missing={glob}" for glob in allow_missing]
         argv = ["train", *flags, *_if(quiet, "--quiet"), "--", *words]
         _start(plan, argv, notify, lambda: _way_on(where, plan))
 

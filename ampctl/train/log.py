@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from ampctl.checkpoint.flight import Saved
 from ampctl.state import Progress, StepReport
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
+from ampctl.train.folder import LOGS
 from ampctl.updater import key
 
 FLOAT16_MAX = 65504.0
@@ -232,3 +235,19 @@ def _memory_mb(device: torch.device) -> float:
         return float(module.max_memory_allocated(device)) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+@contextmanager
+def log_file(run_dir: Path, rank: int) -> Iterator[None]:
+    """Keep what libraries and ampctl log in a file of each rank."""
+    logs = run_dir / LOGS
+    logs.mkdir(parents=True, exist_ok=True)  # a node may have a file system of its own
+    handler = logging.FileHandler(logs / f"rank-{rank}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()

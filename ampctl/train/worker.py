@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -36,6 +35,7 @@ from ampctl.errors import (
     NumericsError,
     PreemptedError,
 )
+from ampctl.load_state import FirstWeights
 from ampctl.recipe import trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.target import import_from_current_folder
@@ -44,7 +44,8 @@ from ampctl.track.metrics import MetricsFile
 from ampctl.track.warned import warnings_told
 from ampctl.train import folder, words
 from ampctl.train.agreement import require_one_job, require_same_data
-from ampctl.train.log import RunLog
+from ampctl.train.init_from import InitFrom
+from ampctl.train.log import RunLog, log_file
 from ampctl.train.loop import Run, evaluation_was_cut_off, finished, fit
 from ampctl.train.place import Place, joined
 from ampctl.train.restore import Origin, read, restore
@@ -56,9 +57,17 @@ _REASONS: dict[type[BaseException], str] = {
 }
 
 
-def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bool) -> None:
+def train(
+    loaded: LoadedRecipe,
+    *,
+    run_dir: Path | None,
+    resume: bool,
+    quiet: bool,
+    init_from: InitFrom | None = None,
+) -> None:
     """Train a recipe in a new run folder, or with ``resume`` go on with the one there.
 
+    ``init_from``: where the weights of a run that does not go on are from, if not from the model.
     Raises an AmpctlError whose exit code says how the run ended, if not well.
     """
     import_from_current_folder()
@@ -66,7 +75,8 @@ def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bo
     with _stop_signals() as signals, ExitStack() as held:
         place = held.enter_context(joined(loaded))
         ranks, begun = place.ranks, place.begun
-        notes += require_one_job(loaded, ranks, command="train", __run_dir=run_dir)
+        told = {"command": "train", "__run_dir": run_dir, "__init_from": init_from}
+        notes += require_one_job(loaded, ranks, **told)
         where = place.folder(loaded, run_dir)
         # Of several nodes one may have been there before the others were started anew.
         resume = any(ranks.gather(resume)) or begun.before
@@ -78,7 +88,8 @@ def train(loaded: LoadedRecipe, *, run_dir: Path | None, resume: bool, quiet: bo
             held.enter_context(lock.hold(where))
             trust.record(loaded)
         origin = _newest(where, notes, ranks) if resume else None
-        _run(loaded, where, origin, notes, signals, place, quiet=quiet)
+        first = init_from.read(notes.append) if init_from and origin is None else None
+        _run(loaded, where, origin, notes, signals, place, first, quiet=quiet)
 
 
 def resume(
@@ -172,6 +183,7 @@ def _run(
     notes: list[str],
     signals: StopSignals,
     place: Place,
+    first: FirstWeights | None = None,
     *,
     quiet: bool,
 ) -> None:
@@ -184,7 +196,7 @@ def _run(
     with closing(console), warnings_told(warned):
         for note in notes if ranks.is_first else ():
             console.warn(note)
-        job = _prepare(loaded, run_dir, origin, console, ranks)
+        job = _prepare(loaded, run_dir, origin, first, console, ranks)
         if job is None:
             return
         if ranks.is_first and origin is not None and origin.entry is not None:
@@ -195,7 +207,7 @@ def _run(
             folder.write_facts(run_dir, loaded.text, facts)
         ranks.wait()  # its folders are there
         signals.training = True
-        with _log_file(run_dir, ranks):
+        with log_file(run_dir, ranks.rank):
             _fit(job, run_dir, origin, console, signals, place.attendance, facts)
 
 
@@ -210,10 +222,17 @@ def _go_back(run_dir: Path, entry: Entry, console: Console) -> None:
 
 
 def _prepare(
-    loaded: LoadedRecipe, run_dir: Path, origin: Origin | None, console: Console, ranks: Ranks
+    loaded: LoadedRecipe,
+    run_dir: Path,
+    origin: Origin | None,
+    first: FirstWeights | None,
+    console: Console,
+    ranks: Ranks,
 ) -> Job | None:
     """Build the job and restore its state; return None if the run is complete already."""
-    job = build_job(loaded, ranks)
+    job = build_job(loaded, ranks, first)
+    if first is not None:
+        console.note(words.first_weights(first, job))
     require_same_data(job)
     for finding in preflight(job):
         if ranks.is_first:
@@ -315,19 +334,3 @@ def _tell_start(run: Run, origin: Origin | None) -> None:
     event = "start" if origin is None else "resume"
     lines = words.start(job, run.run_dir, origin.path if origin else None)
     run.log.begin(event, progress.step, lines, **fields)
-
-
-@contextmanager
-def _log_file(run_dir: Path, ranks: Ranks) -> Iterator[None]:
-    """Keep what libraries and ampctl log in a file of each rank."""
-    logs = run_dir / folder.LOGS
-    logs.mkdir(parents=True, exist_ok=True)  # a node may have a file system of its own
-    handler = logging.FileHandler(logs / f"rank-{ranks.rank}.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        handler.close()

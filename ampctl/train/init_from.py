@@ -1,0 +1,50 @@
+"""Where a new run's weights are from, if not from its model: another run's, or an exported file."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ampctl.checkpoint.export import SAFETENSORS, chosen_weights
+from ampctl.checkpoint.store import load
+from ampctl.errors import CheckpointError, UsageError
+from ampctl.load_state import FirstWeights
+
+
+@dataclass(frozen=True)
+class InitFrom:
+    """A checkpoint, a run folder or a ``.safetensors`` file, and what of it may be missing."""
+
+    source: Path
+    allow_missing: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return " ".join([f"{self.source}", *(f"--allow-missing {g}" for g in self.allow_missing)])
+
+    def read(self, notify: Callable[[str], None]) -> FirstWeights:
+        """Read the weights: those that were averaged where there are any, as evaluations do.
+
+        Nothing is built, so that there is nothing to trust. Raises CheckpointError for what cannot
+        be read, UsageError if safetensors is missing.
+        """
+        if self.source.suffix == SAFETENSORS:
+            return FirstWeights(_tensors(self.source), f"{self.source}", self.allow_missing)
+        found = load(self.source, notify=notify)
+        which, tensors = chosen_weights(found.payload, found.path, ema=None)
+        kind = "averaged weights" if which == "ema" else "weights"
+        where = f"{self.source} ({kind} of step {found.payload['progress'].get('step')})"
+        return FirstWeights(tensors, where, self.allow_missing)
+
+
+def _tensors(path: Path) -> dict[str, object]:
+    if importlib.util.find_spec("safetensors") is None:
+        raise UsageError('safetensors is not installed\n    pip install "ampctl[export]"')
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be used: {str(error).splitlines()[0]}") from error
