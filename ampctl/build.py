@@ -178,6 +178,7 @@ def build_state(
         channels_last=recipe.train.channels_last,
         nonfinite_by_design=by_design,
         module_dtypes=modules,
+        allows_unused=recipe.distributed.find_unused_parameters,
         upcast=upcast,
         blocks=blocks,
         left_as_built=left,

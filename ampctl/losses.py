@@ -82,7 +82,7 @@ def no_gradient(state: TrainState, updater: Updater) -> UsageError:
 
 
 def unused(names: Sequence[str], state: TrainState, step: int) -> UsageError:
-    """Say which parameters took no part in the loss of a step, where DDP waits for all of them."""
+    """Say which parameters took no part in the loss of a step, where ranks wait for all of them."""
     return UsageError(
         f"distributed: {len(names) or 'some'} parameters take no part in the loss of step {step} "
         f"on rank {state.ranks.rank}: {first_of(names)}. Several ranks wait for the gradient of "
@@ -92,12 +92,12 @@ def unused(names: Sequence[str], state: TrainState, step: int) -> UsageError:
 
 
 def _require_all_used(state: TrainState) -> None:
-    """Raise UsageError for parameters without a gradient, which DDP on other ranks waits for.
+    """Raise UsageError for parameters without a gradient, which the other ranks wait for.
 
-    Before any other collective: the other ranks would take it for that of the gradients.
+    Before any other collective: under DDP other ranks would take it for that of the gradients.
+    Sharded gradients of another parameter, used in its place on another rank, are in the sum.
     """
-    model = state.model
-    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+    if state.ranks.size == 1 or state.allows_unused:
         return
     if any(parameter.grad is None for parameter in state.parameters):
         trained = set(map(id, state.parameters))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampctl.distributed.ranks import Ranks
-from ampctl.distributed.shard import shard_
+from ampctl.distributed.shard import await_unused, shard_
 from ampctl.errors import RecipeError, first_of
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.tasks import Task, has_own
@@ -27,6 +27,8 @@ def shard(
         key = "distributed.blocks" if globs else "distributed.strategy"
         message = f"fsdp cannot shard this model: {error}"
         raise RecipeError([loaded.problem(key, message)]) from error
+    if loaded.recipe.distributed.find_unused_parameters:
+        await_unused(model)
     return replace(ranks, shards=True, shares_verdict=True), blocks
 
 

@@ -148,6 +148,7 @@ class TrainState:
     upcast: Sequence[str] = ()
     blocks: Sequence[str] = ()
     left_as_built: Sequence[str] = ()
+    allows_unused: bool = False
     progress: Progress = field(default_factory=Progress)
     pending: Pending | None = None
     scale_on_host: float = 1.0

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from test_ddp import RECIPE, TESTS, assert_close, events, ranks
 from test_resume_exact import assert_same
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from typer.testing import CliRunner
 
 from ampctl import load_model
@@ -328,6 +329,55 @@ def test_unused_optimizers_and_models_are_refused_in_words() -> None:
     ranks(2, "c", FSDP, "optimizer={_target_: torch.optim.SGD, lr: 0.1}", "train.max_steps=2")
     ranks(2, "d", "optimizer={_target_: torch.optim.SGD, lr: 0.1}", "train.max_steps=2")
     assert_close(last("c"), last("d"), "float32")
+
+
+class Either(nn.Module):
+    """Rank 1 uses another layer than rank 0, of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x) if os.environ["RANK"] == "1" else self.first(x)
+
+
+EITHER = "model={_target_: test_fsdp.Either}"
+
+
+def test_dd4_gradients_of_different_parameters_are_never_added_up() -> None:
+    with pytest.raises(Exception, match=r"(?s)2 parameters take no part .*find_unused_parameters"):
+        ranks(2, "a", FSDP, EITHER)
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch 2.14 brought it"
+)
+def test_dd4_parameters_that_one_rank_alone_uses_are_allowed_by_the_key() -> None:
+    allowed = (EITHER, "distributed.find_unused_parameters=true", "amp.dtype=float32")
+    ranks(2, "sharded", FSDP, *allowed)
+    ranks(2, "whole", *allowed)
+    assert_close(last("sharded"), last("whole"), "float32")
+
+
+class PastTheModel:
+    """Calls a part of the model, or uses a parameter, in the loss."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.how == "part":
+            return model.layers[0](model.stem(batch[0])).sum()
+        return model(batch[0]).float().sum() + model.layers[0][0].weight.square().sum()
+
+
+@pytest.mark.parametrize("how", ["part", "penalty"])
+def test_a_loss_that_goes_past_a_sharded_model_is_explained(how: str) -> None:
+    task = f"task={{_target_: test_fsdp.PastTheModel, how: {how}}}"
+    with pytest.raises(Exception) as raised:
+        ranks(2, "a", FSDP, task, "data.eval=null")
+    assert "parameters are whole only while the model runs" in f"{raised.value}"
 
 
 class Tied(nn.Module):

@@ -90,6 +90,17 @@ def regather(model: nn.Module) -> None:
             cast(Any, module).reshard()
 
 
+def await_unused(model: nn.Module) -> None:
+    """Let a gradient of 0 stand for that of a parameter without one, which other ranks may have.
+
+    For lack of it they would add up gradients of different parameters. Not in torch before 2.14,
+    where all ranks must leave out the same ones.
+    """
+    for module in model.modules():
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            cast(Any, module).set_reduce_scatter_unused_params(True, recurse=False)
+
+
 def _chosen(model: nn.Module, globs: Sequence[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     for glob in globs:

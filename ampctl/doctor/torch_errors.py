@@ -31,6 +31,7 @@ def meaning(error: Exception, steps: Steps, model: nn.Module) -> str | None:
         _constant(said, steps, model)
         or _autograd_function(said, steps, model)
         or _recurrent(said, steps, model)
+        or _sharded(said)
         or _anomaly_mode(said)
         or _old_graph(said)
     )
@@ -85,6 +86,18 @@ def _recurrent(said: str, steps: Steps, model: nn.Module) -> str | None:
     return (
         f"this CPU has no kernel for {kind} in half precision (model.{name or kind}). Set {island}"
         "amp.dtype=bfloat16."
+    )
+
+
+def _sharded(said: str) -> str | None:
+    """A parameter that FSDP had not gathered: the loss went past the model to get at it."""
+    if "mixed torch.Tensor and DTensor" not in said and "FSDP state has already been" not in said:
+        return None
+    return (
+        "under distributed.strategy=fsdp parameters are whole only while the model runs. The loss "
+        "must call the model itself, not its parts (model.encoder(x)), and use no parameter of it "
+        "(a penalty on weights): let forward return what the loss needs, or set "
+        "distributed.strategy=ddp."
     )
 
 
