@@ -26,8 +26,8 @@ from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner, Result
 
 from ampctl.cli import app
-from ampctl.distributed import agent, failure, member
-from ampctl.distributed.plan import Options, plan_for
+from ampctl.distributed import agent, failure, launch, member
+from ampctl.distributed.plan import Options, Plan, plan_for
 from ampctl.errors import MachineError, NumericsError, PreemptedError
 from ampctl.recipe.load import load_recipe
 
@@ -422,6 +422,18 @@ def test_a_rank_that_was_killed_for_not_ending_is_not_the_cause(tmp_path: Path) 
     stuck = failed(tmp_path, 0, -9, None, late_s=31)
     told = failure.cause({0: stuck, 1: failed(tmp_path, 1, 1, CLOSED)})
     assert f"{told}".startswith("rank 1 failed")
+
+
+@pytest.mark.parametrize("suffix", ["pt", "dist"])
+def test_the_way_on_names_the_newest_checkpoint_of_either_form(suffix: str, folder: Path) -> None:
+    plan = Plan(2, 1, (), 0)
+    assert launch._way_on(Path("d"), plan) == "No checkpoint had been saved in d."
+    saved = Path(f"d/checkpoints/step-00000004.{suffix}")
+    saved.mkdir(parents=True)
+    saved.with_name(f"latest.{suffix}").symlink_to(saved.name)
+    assert launch._way_on(Path("d"), plan) == (
+        f"The newest checkpoint is {saved}: `ampctl resume d --nproc-per-node 2` goes on from it."
+    )
 
 
 # Two ranks

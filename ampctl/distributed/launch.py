@@ -192,8 +192,9 @@ def _way_on(run_dir: Path | None, plan: Plan) -> str:
     """Say where the newest checkpoint is, and with which command to go on from it."""
     if run_dir is None:
         return "`ampctl resume RUN_DIR` goes on from the newest checkpoint, if there is one."
-    latest = run_dir / "checkpoints" / "latest.pt"
-    if not latest.exists():
+    links = (run_dir / "checkpoints" / name for name in ("latest.pt", "latest.dist"))
+    latest = next((link for link in links if link.exists()), None)
+    if latest is None:
         return f"No checkpoint had been saved in {run_dir}."
     ranks = f" --nproc-per-node {plan.processes}" if plan.nodes == 1 else " ..."
     name = Path(os.path.realpath(latest)).name
