@@ -11,8 +11,10 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from traceback import StackSummary
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,16 +22,18 @@ from safetensors.torch import load_file
 from test_ddp import RECIPE, TESTS, assert_close, events, ranks
 from test_resume_exact import assert_same
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from typer.testing import CliRunner
 
 from ampctl import load_model
 from ampctl.checkpoint import parts
+from ampctl.checkpoint.links import point
 from ampctl.checkpoint.store import load
 from ampctl.cli import app
-from ampctl.distributed.ranks import ALONE
+from ampctl.distributed.ranks import ALONE, Writers
 from ampctl.distributed.shard import shard_
-from ampctl.errors import CheckpointError
+from ampctl.errors import CheckpointError, MachineError
 
 FSDP = "distributed.strategy=fsdp"
 DEEP = "model={_target_: test_fsdp.Deep}"
@@ -193,6 +197,66 @@ def test_every_damage_is_found_and_the_folder_before_it_is_taken(saved: Path) ->
             assert "step-00000003.dist cannot be used" in told[0]
             (newest / name).write_bytes(content)
     assert load(saved, notify=pytest.fail).path.name == newest.name
+
+
+def test_a_part_that_is_named_alone_or_missing_is_told_with_its_folder(saved: Path) -> None:
+    newest = saved / "checkpoints/step-00000003.dist"
+    with pytest.raises(
+        CheckpointError, match=r"several ranks wrote; name its folder, step-N\.dist"
+    ):
+        load(newest / "state.pt", notify=pytest.fail)
+    (newest / "state.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"its state\.pt is missing"):
+        load(newest, notify=pytest.fail)
+
+
+def test_without_symlinks_a_folder_has_no_second_name(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    folder = saved / "checkpoints"
+    monkeypatch.setattr(os, "symlink", refuse)
+    point(folder / "best.dist", "step-00000002.dist")
+    point(folder / "latest.dist", "step-00000002.dist")
+    left = ["index.json", "step-00000002.dist", "step-00000003.dist"]
+    assert sorted(path.name for path in folder.iterdir()) == left
+    assert load(saved, notify=pytest.fail).path.name == "step-00000003.dist"
+
+
+def test_a_full_disk_is_told_as_one(mount: Callable[[str], Path]) -> None:
+    disk = mount("size=44k")
+    with pytest.raises(Exception, match=r"no room to write .*step-0000000\d\.dist"):
+        ranks(2, f"{disk}/a", FSDP)
+    assert not list(disk.glob("a/checkpoints/.*"))
+    cut = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    fault = parts._fault(Path("a"), CheckpointException("write", {1: (cut, StackSummary())}))
+    assert f"{fault}".startswith("no room to write a, it seems: rank 1 could not")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "[pair.cc:534] Connection closed by peer [::1]:5",
+            "a is not saved: another rank was gone",
+        ),
+        (
+            "[x.cc:1] Timed out waiting 30000ms for recv operation",
+            "a is not saved: it took too long",
+        ),
+        ("something else", "cannot write a: RuntimeError: something else"),
+    ],
+)
+def test_a_save_that_the_other_ranks_do_not_end_says_so(said: str, told: str) -> None:
+    class Lost:
+        def of_first(self, value: Any) -> Any:
+            raise RuntimeError(said)
+
+    with pytest.raises(MachineError) as raised:
+        parts.write_part(Path("a"), {}, cast(Writers, Lost()))
+    assert f"{raised.value}".startswith(told)
 
 
 class Canary:

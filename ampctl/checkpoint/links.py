@@ -1,4 +1,4 @@
-"""Names that point at a checkpoint beside them: ``latest.pt`` and ``best.pt``."""
+"""Names that point at a checkpoint beside them: ``latest.pt`` and ``best.pt``, or ``.dist``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ampctl.checkpoint import disk
 
 
 def point(link: Path, target: str | None) -> None:
-    """Point a name of the folder at a file of it, atomically, or take the name away."""
+    """Point a name of the folder at a checkpoint of it, atomically, or take the name away.
+
+    Where there are no symbolic links a checkpoint that is a folder has no such name.
+    """
     if target is None:
         link.unlink(missing_ok=True)
         return
@@ -19,18 +22,22 @@ def point(link: Path, target: str | None) -> None:
     tmp = disk.temporary(link)
     tmp.unlink(missing_ok=True)
     try:
-        _make(tmp, link.with_name(target))
-        os.replace(tmp, link)
+        if _make(tmp, link.with_name(target)):
+            os.replace(tmp, link)
+        else:
+            link.unlink(missing_ok=True)
     finally:
         tmp.unlink(missing_ok=True)  # rename leaves it where both are one file already
 
 
-def _make(link: Path, target: Path) -> None:
+def _make(link: Path, target: Path) -> bool:
+    """Make a link, or what does for one; return whether that was possible."""
     try:
         os.symlink(target.name, link)
-        return
+        return True
     except OSError:  # FAT, some network and container mounts
-        pass
+        if target.is_dir():
+            return False
     try:
         os.link(target, link)
     except OSError:
@@ -38,3 +45,4 @@ def _make(link: Path, target: Path) -> None:
             shutil.copyfileobj(source, copy)
             copy.flush()
             os.fsync(copy.fileno())
+    return True

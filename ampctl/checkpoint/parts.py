@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ampctl.checkpoint import disk, file
 from ampctl.checkpoint.file import UnusableCheckpointError, Written
+from ampctl.distributed.failure import comes_of_others, is_timeout
 from ampctl.distributed.ranks import Writers
 from ampctl.distributed.shard import is_sharded, spread
 from ampctl.errors import MachineError
@@ -90,9 +91,15 @@ def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> 
     `fill` fills them. Raises ``UnusableCheckpointError``.
     """
     if not is_folder(path):
-        return file.read(path, digests, mmap=mmap)
+        payload = file.read(path, digests, mmap=mmap)
+        if PARTS in payload:
+            reason = "it is the smaller part of a checkpoint that several ranks wrote"
+            raise UnusableCheckpointError(path, reason, f"name its folder, step-N{SUFFIX}")
+        return payload
     if not path.is_dir():
         raise UnusableCheckpointError(path, "there is no such folder", file.NAME_ANOTHER)
+    if not (path / STATE).exists():
+        raise file.damaged(path, f"its {STATE} is missing")
     payload = file.read(path / STATE, digests, mmap=mmap)
     for name, told in _parts(path, payload).items():
         part = path / name
@@ -173,12 +180,12 @@ def _write_parts(
             folder.mkdir()
         except OSError as error:
             problem = error
-    told, problem = writers.of_first((folder, problem))
-    if problem is not None:
-        raise disk.fault(path, problem, 0)
-    assert told is not None, "rank 0 has a folder"
     quiet = logging.getLogger("torch.distributed.checkpoint")
     try:
+        told, problem = writers.of_first((folder, problem))
+        if problem is not None:
+            raise disk.fault(path, problem, 0)
+        assert told is not None, "rank 0 has a folder"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             quiet.setLevel(logging.ERROR)
@@ -193,7 +200,10 @@ def _write_parts(
     except CheckpointException as error:
         raise _fault(path, error) from error
     except RuntimeError as error:  # of a collective: the others are gone, and have their own words
-        raise MachineError(f"cannot write {path}: {_first_line(error)}") from error
+        if not comes_of_others(error):
+            raise MachineError(f"cannot write {path}: {_first_line(error)}") from error
+        lost = "it took too long" if is_timeout(error) else "another rank was gone before it ended"
+        raise MachineError(f"{path} is not saved: {lost}") from error
     return {name: part for parts in every for name, part in parts.items()}
 
 
@@ -202,6 +212,11 @@ def _fault(path: Path, error: Any) -> MachineError:
     rank, (cause, _) = next(iter(error.failures.items()))
     if isinstance(cause, OSError):
         return disk.fault(path, cause, 0)
+    if "inline_container" in f"{cause}":  # torch's writer, which forgets what the system said
+        return MachineError(
+            f"no room to write {path}, it seems: rank {rank} could not write its part to the end; "
+            "the checkpoints before it are intact: make room, then resume"
+        )
     return MachineError(f"cannot write {path}: rank {rank}: {_first_line(cause)}")
 
 
