@@ -238,10 +238,10 @@ class TrainState:
         CheckpointError naming what does not fit.
         """
         optimizers, schedules = self._saved_by_name(saved)
-        lacking = [what for what, is_there in _inside(saved, optimizers).items() if not is_there]
-        if lacking:
+        missing = _lacking(saved, optimizers)
+        if missing:
             raise CheckpointError(
-                f"the checkpoint cannot be used: it lacks {', '.join(lacking)}; "
+                f"the checkpoint cannot be used: it lacks {', '.join(missing)}; "
                 "name another one, or the run folder for its newest intact one"
             )
         load_model(self.bare, saved["model"])
@@ -303,9 +303,22 @@ def _digest(saved: Mapping[str, Any]) -> list[int]:
     return [int(byte) for byte in saved["rng"][0]["torch"][:8]]
 
 
+def lacking(payload: Mapping[str, Any]) -> list[str]:
+    """Name what a run cannot go on without and a checkpoint with all keys does not hold."""
+    names = payload["progress"].get("optimizer_updates")
+    saved = payload["optimizer"]
+    several = isinstance(names, Mapping) and bool(names)
+    return _lacking(payload, {n: saved.get(n) for n in names} if several else {"": saved})
+
+
+def _lacking(payload: Mapping[str, Any], optimizers: Mapping[str, Any]) -> list[str]:
+    inside = _inside(payload, optimizers)
+    return [what for what, is_there in inside.items() if not is_there]
+
+
 def _inside(payload: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[str, bool]:
     """Say of what a run cannot go on without whether it is there; the keys themselves are."""
-    groups = [state.get("param_groups") for state in optimizers.values()]
+    groups = [s.get("param_groups") if isinstance(s, dict) else None for s in optimizers.values()]
     counts = ("step", "updates", "skipped", "consecutive_skips", "epoch", "batch_in_epoch")
     states = payload["rng"]
     return {

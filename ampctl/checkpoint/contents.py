@@ -45,7 +45,7 @@ def describe(found: Loaded) -> Facts:
     an infinity. Raises CheckpointError for content that nests too deep.
     """
     payload, path = found.payload, found.path
-    tensors = list(_tensors(payload, path))
+    tensors = list(named_tensors(payload, path))
     text, progress = payload["recipe"], payload["progress"]
     return {
         "path": printable(f"{path}"),
@@ -145,7 +145,7 @@ def word(value: Any) -> str:
     return f"{value}" if is_short else f"({type(value).__name__})"
 
 
-def _tensors(payload: dict[str, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(payload: dict[str, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor with its name; a container that is held twice is looked into once."""
     stack = [(word(key), value, 1) for key, value in reversed(payload.items())]
     seen: set[int] = set()

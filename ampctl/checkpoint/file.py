@@ -65,11 +65,12 @@ class Written:
 
 
 class UnusableCheckpointError(CheckpointError):
-    """A file that cannot be used; ``reason`` is what is wrong with it, without the advice."""
+    """A file that cannot be used; ``reason`` is what is wrong with it, ``advice`` what to do."""
 
     def __init__(self, path: Path, reason: str, advice: str) -> None:
         self.path = path
         self.reason = printable(reason)  # names in it come from the file
+        self.advice = advice
         super().__init__(f"checkpoint {path} cannot be used: {self.reason}; {advice}")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ampctl import __version__
-from ampctl.cli import checkpoints, recipes, runs, screen
+from ampctl.cli import checkpoints, recipes, runs, screen, verification
 from ampctl.cli.options import Json
 
 app = typer.Typer(
@@ -51,6 +51,7 @@ app.command()(runs.resume)
 app.command()(runs.check)
 app.command("inspect")(checkpoints.inspect)
 app.command("eval")(checkpoints.evaluate)
+app.command()(verification.verify)
 app.command("export")(checkpoints.export)
 app.command()(recipes.show)
 app.command()(recipes.schema)

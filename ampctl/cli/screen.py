@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -83,14 +83,19 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def progress(batches: EvalData) -> Iterable[Any]:
-    """Go through batches with a bar on stderr, if that is a terminal."""
+    """Go through the batches of an evaluation; see :func:`bar_over`."""
+    return bar_over(batches, "evaluating")
+
+
+def bar_over(items: Any, doing: str) -> Iterable[Any]:
+    """Go through what has a length with a bar on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
-        return batches
+        return cast(Iterable[Any], items)
     from rich.console import Console
     from rich.progress import track
 
     bar = Console(stderr=True)
-    return track(batches, "evaluating", total=len(batches), console=bar, transient=True)
+    return track(items, doing, total=len(items), console=bar, transient=True)
 
 
 def echo(text: str) -> None:

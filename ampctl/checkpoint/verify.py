@@ -1,0 +1,293 @@
+"""Whether the checkpoints of a run are what was saved: bytes, content, finiteness, index and links.
+
+Nothing is built and nothing is changed. Every file gets a verdict, and a reason in one form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctl.checkpoint import file, parts
+from ampctl.checkpoint.contents import Facts, fact, is_whole, named_tensors
+from ampctl.checkpoint.file import UnusableCheckpointError
+from ampctl.checkpoint.index import FOLDER, INDEX, NONFINITE, Entry, parse_index, step_files
+from ampctl.checkpoint.store import BEST, LATEST, SUFFIXES, NoCheckpointError, ranked
+from ampctl.errors import CheckpointError, RecipeError, first_of, printable
+from ampctl.plain import nonfinite
+from ampctl.recipe.load import parse_recipe
+from ampctl.recipe.schema import CheckpointConfig
+from ampctl.state import lacking
+
+INTACT = "intact"
+SET_ASIDE = "set aside"
+UNUSABLE = "unusable"
+
+Shown = Callable[[Sequence[Path]], Iterable[Path]]
+"""Goes through the files, and may show how far it is."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one checkpoint; ``reason`` is empty where there is nothing to add."""
+
+    file: str
+    verdict: str
+    reason: str
+    bytes: int
+    step: int | None
+    advice: str
+
+
+def verify(source: Path, *, shown: Shown = iter) -> Facts:
+    """Examine a checkpoint, or all of a run folder, and return what was found as facts.
+
+    ``files`` has a `Verdict` of each; ``problems`` what is wrong, file by file, and is empty where
+    all is as it should be; ``notes`` what a killed run leaves behind and the next one clears up.
+    Raises NoCheckpointError for a run without a checkpoint, CheckpointError for a path that is
+    not there.
+    """
+    try:
+        is_folder = stat.S_ISDIR(source.stat().st_mode)
+    except FileNotFoundError:
+        is_folder = False
+    except OSError as error:
+        reason = f"it cannot be opened ({error.strerror})"
+        raise UnusableCheckpointError(source, reason, file.NAME_ANOTHER) from error
+    if not is_folder or parts.is_folder(source):
+        return _one(source, shown)
+    is_checkpoints = source.name == FOLDER and not (source / FOLDER).is_dir()
+    folder = source if is_checkpoints else source / FOLDER
+    return _run(source, folder, shown)
+
+
+def require_sound(facts: Facts) -> None:
+    """Raise CheckpointError that lists the problems found, if there are any."""
+    problems = facts["problems"]
+    if problems and not facts["is_run"]:
+        (only,) = facts["files"]
+        raise UnusableCheckpointError(Path(facts["path"]), only["reason"], only["advice"])
+    if problems:
+        listing = "\n".join(f"  {problem}" for problem in problems)
+        raise CheckpointError(f"{facts['path']} is not as it was saved:\n{listing}")
+
+
+def _one(source: Path, shown: Shown) -> Facts:
+    path = Path(os.path.realpath(source))  # latest and best are links
+    index = parse_index(path.parent) or []
+    entry = next((e for e in index if e.file == path.name), None)
+    named = path if parts.is_folder(path) else source
+    found = [_examine(each, entry) for each in shown([named])]
+    problems = [f"{v.file}: {v.reason}" for v in found if v.verdict != INTACT]
+    return {
+        "path": printable(f"{source}"),
+        "is_run": False,
+        "files": [asdict(v) for v in found],
+        "links": {},
+        "notes": [],
+        "problems": problems,
+    }
+
+
+def _run(source: Path, folder: Path, shown: Shown) -> Facts:
+    entries = parse_index(folder)
+    listed = {entry.file: entry for entry in entries or ()}
+    files = [*step_files(folder), *_abandoned(folder)]
+    missing = _missing(folder)
+    if not files and not missing:
+        raise NoCheckpointError(
+            f"{source} holds no checkpoint: name a checkpoint, or a run folder in which "
+            f"`ampctl train` has saved one ({FOLDER}/step-*.pt)"
+        )
+    found = []
+    for path in shown(files):
+        verdict = _examine(path, listed.get(path.name))
+        if verdict.verdict == UNUSABLE and not path.exists() and not _is_listed(path):
+            continue  # the run is under way, and has given it up meanwhile
+        found.append(verdict)
+    by_name = {v.file: v for v in found}
+    problems = [f"{v.file}: {v.reason}" for v in found if v.verdict == UNUSABLE]
+    notes = []
+    if entries is None:
+        problems.append(f"{INDEX}: it is missing or damaged; the next save makes it again")
+    else:
+        strays = [v.file for v in found if v.file not in listed and v.file.startswith("step-")]
+        notes += [
+            f"{name}: {INDEX} does not tell of it, so no run goes on from it" for name in strays
+        ]
+    links, dangling, behind = _links(folder, entries or [], by_name)
+    problems += dangling
+    notes += behind
+    for place, name in missing:
+        # A row stands before its file has the name, and the links are set after that: a kill in
+        # between leaves the last row without a file, and no link to it.
+        cut_off = place == "last" and name not in links.values()
+        where = notes if cut_off else problems
+        how = "a save that was cut off" if cut_off else "someone has removed it"
+        where.append(f"{name}: {INDEX} tells of it and it is not there: {how}")
+    if not any(v.verdict == INTACT and not v.file.startswith("abandoned-") for v in found):
+        problems.append("there is no checkpoint to go on from")
+    left = sorted(path.name for path in folder.glob(".*.tmp"))
+    if left:
+        notes.append(
+            f"{first_of(left)}: of a save that is under way or was cut off; the next start of the "
+            "run removes it"
+        )
+    return {
+        "path": printable(f"{source}"),
+        "is_run": True,
+        "files": [asdict(v) for v in found],
+        "links": {name: printable(target) for name, target in links.items()},
+        "notes": notes,
+        "problems": problems,
+    }
+
+
+def _examine(path: Path, entry: Entry | None) -> Verdict:
+    """Read one checkpoint as a resume would, and look at all that is in it."""
+    step, advice = None, file.NAME_ANOTHER
+    try:
+        payload = parts.read(path, [entry.sha256] if entry else None, mmap=True)
+        step = payload["progress"].get("step")
+        verdict, reason = _content(payload, path, entry)
+    except UnusableCheckpointError as error:
+        verdict, reason, advice = UNUSABLE, error.reason, error.advice
+    except OSError as error:
+        verdict, reason = UNUSABLE, f"it cannot be read ({error.strerror})"
+    size = 0
+    with suppress(OSError):
+        size = parts.size(path)
+    return Verdict(
+        file=printable(path.name),
+        verdict=verdict,
+        reason=reason,
+        bytes=size,
+        step=fact(step) if type(step) is int else None,
+        advice="" if verdict == INTACT else advice,
+    )
+
+
+def _content(payload: dict[str, Any], path: Path, entry: Entry | None) -> tuple[str, str]:
+    missing = lacking(payload)
+    if missing:
+        return UNUSABLE, f"it lacks {', '.join(missing)}"
+    try:
+        parse_recipe(payload["recipe"], where="its recipe")
+    except RecipeError as error:
+        first = f"{error.problems[0]}".splitlines()[0]
+        return UNUSABLE, printable(f"its recipe cannot be read ({first[:200]})")
+    if entry is not None and payload["progress"]["step"] != entry.step:
+        return UNUSABLE, f"it is of step {payload['progress']['step']}, not {entry.step}"
+    if parts.is_folder(path):
+        parts.fill(payload, path)
+    tensors = dict(named_tensors(payload, path))
+    strange = [name for name, tensor in tensors.items() if not _has_values(tensor)]
+    if strange:
+        return UNUSABLE, f"it holds what is no plain tensor in {first_of(strange)}"
+    bad = _nonfinite(payload, tensors)
+    if bad:
+        told = f"NaN or infinity in {first_of(bad)}"
+        is_told = NONFINITE in path.name if entry is None else not entry.finite
+        return (SET_ASIDE if is_told else UNUSABLE), f"it holds {told}"
+    if NONFINITE in path.name:
+        return SET_ASIDE, "no NaN or infinity is left in it"
+    return INTACT, ""
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Tell whether all values are in the file; a sparse tensor has none where it is 0."""
+    return not tensor.is_meta and (tensor.layout != torch.strided or is_whole(tensor))
+
+
+def _nonfinite(payload: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[str]:
+    """Name the non-finite tensors that were not so from the start (masks are), as a save does."""
+    by_design = payload["environment"].get("nonfinite_by_design")
+    allowed = {name for name in by_design if isinstance(name, str)} if _is_list(by_design) else ()
+    held = {n: t for n, t in tensors.items() if n.split(".")[0] in ("model", "optimizer", "ema")}
+    return [name for name in nonfinite(held) if name.split(".", 1)[-1] not in allowed]
+
+
+def _links(
+    folder: Path, entries: Sequence[Entry], found: Mapping[str, Verdict]
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return what latest and best point at, what is wrong with them, and what lags behind."""
+    finite = [entry for entry in entries if entry.finite]
+    wanted = {LATEST: finite[-1].file if finite else None, BEST: _best(folder, finite)}
+    links, problems, notes = {}, [], []
+    for name in (LATEST, BEST):
+        there = [folder / f"{name}{s}" for s in SUFFIXES if os.path.lexists(folder / f"{name}{s}")]
+        for link in there:
+            target = _target(link, entries)
+            links[link.name] = target or "another file"
+            if target is None or not (folder / target).exists():
+                problems.append(
+                    f"{link.name}: it points at {target or 'no file of this run'} and there is none"
+                )
+            elif found.get(target) and found[target].verdict == SET_ASIDE:
+                problems.append(f"{link.name}: it points at {target}, which is not finite")
+            elif wanted[name] and target != wanted[name]:
+                notes.append(f"{link.name}: it points at {target}, and {INDEX} has {wanted[name]}")
+        if not there and wanted[name]:
+            notes.append(f"{name}: there is no link to {wanted[name]}")
+    return links, problems, notes
+
+
+def _target(link: Path, entries: Sequence[Entry]) -> str | None:
+    """Return the name of the file that a link is; where links cannot be, it is a copy of it."""
+    if link.is_symlink():
+        return printable(os.readlink(link))
+    digest = parts.digest(link)
+    return next((entry.file for entry in reversed(entries) if entry.sha256 == digest), None)
+
+
+def _best(folder: Path, finite: Sequence[Entry]) -> str | None:
+    """Return the best file by the monitor that the newest readable recipe names."""
+    config = _config(folder, finite)
+    best = ranked(finite, config.monitor, config.mode) if config else []
+    return best[0].file if best else None
+
+
+def _config(folder: Path, finite: Sequence[Entry]) -> CheckpointConfig | None:
+    for entry in reversed(finite):
+        with suppress(CheckpointError, RecipeError):
+            path = folder / entry.file
+            payload = file.read(
+                path / parts.STATE if parts.is_folder(path) else path, None, mmap=True
+            )
+            return parse_recipe(payload["recipe"], where="recipe").recipe.checkpoint
+    return None
+
+
+def _missing(folder: Path) -> list[tuple[str, str]]:
+    """Return the files that the index tells of and that are not there; the last row is "last"."""
+    try:
+        rows = json.loads((folder / INDEX).read_bytes())
+        names = [row["file"] for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return [
+        ("last" if place == len(names) - 1 else "", printable(name))
+        for place, name in enumerate(names)
+        if isinstance(name, str) and "\0" not in name and not os.path.lexists(folder / name)
+    ]
+
+
+def _is_listed(path: Path) -> bool:
+    return any(name == path.name for _, name in _missing(path.parent))
+
+
+def _abandoned(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("abandoned-step-*") if p.suffix in SUFFIXES)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
