@@ -33,7 +33,7 @@ LONGEST_PERIOD_S = 2.0
 _WAITING = ("torch/distributed/", "torch/nn/parallel/", "torch/cuda/streams", "torch/xpu/streams")
 _ENDED, _VERDICT = "ended", "verdict"
 _HOME = Path(__file__).parents[1]
-_OUTERMOST = "ampctl/cli.py"
+_OUTERMOST = f"{_HOME / 'cli'}/"
 
 
 class Attendance:
@@ -294,7 +294,7 @@ def _waits(frame: FrameType | None) -> bool:
 def _place(frame: FrameType | None) -> str:
     """Name the innermost line of the user's own, or else of ampctl."""
     ours = None
-    while frame is not None and not frame.f_code.co_filename.endswith(_OUTERMOST):
+    while frame is not None and not frame.f_code.co_filename.startswith(_OUTERMOST):
         if _is_users(frame.f_code.co_filename):
             return _line(frame)
         if ours is None and f"{_HOME}" in frame.f_code.co_filename:
