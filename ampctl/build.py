@@ -218,6 +218,11 @@ def _refuse_misfits(
         what = "differentiates a gradient" if penalized else "has losses that take turns"
         message = f"{task.name} {what}, which a model sharded by fsdp cannot"
         problems.append(loaded.problem("distributed.strategy", message, "use ddp"))
+    for updater in updaters if ranks.shards else ():
+        if updater.closure:
+            kind = type(updater.optimizer).__name__
+            message = f"{kind} compares whole gradients, which a model sharded by fsdp has not"
+            problems.append(loaded.problem("distributed.strategy", message, "use ddp"))
     for updater in updaters if len(updaters) > 1 else ():
         if updater.closure:
             kind = type(updater.optimizer).__name__

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ampctl.amp import gradients
 from ampctl.amp.activations import Peaks
+from ampctl.distributed.failure import comes_of_others
 from ampctl.errors import UsageError
 from ampctl.losses import backward_passes, forward_backward, no_gradient
 from ampctl.recipe.schema import block_key
@@ -231,7 +232,7 @@ def _step(
         else:
             state.scaler.step(updater.optimizer, found_inf)
     except (RuntimeError, NotImplementedError) as error:
-        if not state.ranks.shards:
+        if not state.ranks.shards or comes_of_others(error):
             raise
         kind = type(updater.optimizer).__name__
         raise UsageError(

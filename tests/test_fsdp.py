@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from traceback import StackSummary
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -31,9 +32,10 @@ from ampctl.checkpoint import parts
 from ampctl.checkpoint.links import point
 from ampctl.checkpoint.store import load
 from ampctl.cli import app
-from ampctl.distributed.ranks import ALONE, Writers
+from ampctl.distributed.ranks import ALONE, Ranks, Writers
 from ampctl.distributed.shard import shard_
 from ampctl.errors import CheckpointError, MachineError
+from ampctl.step import _step
 
 FSDP = "distributed.strategy=fsdp"
 DEEP = "model={_target_: test_fsdp.Deep}"
@@ -390,6 +392,9 @@ def test_unused_optimizers_and_models_are_refused_in_words() -> None:
         ranks(2, "a", FSDP, "optimizer={_target_: torch.optim.SGD, lr: 0.1, fused: true}")
     with pytest.raises(Exception, match="Adafactor cannot step parameters that fsdp shards"):
         ranks(2, "b", FSDP, "optimizer={_target_: torch.optim.Adafactor}")
+    lbfgs = ("optimizer={_target_: torch.optim.LBFGS}", "amp.dtype=float32")
+    with pytest.raises(Exception, match="LBFGS compares whole gradients, which a model sharded"):
+        ranks(2, "e", FSDP, *lbfgs)
     ranks(2, "c", FSDP, "optimizer={_target_: torch.optim.SGD, lr: 0.1}", "train.max_steps=2")
     ranks(2, "d", "optimizer={_target_: torch.optim.SGD, lr: 0.1}", "train.max_steps=2")
     assert_close(last("c"), last("d"), "float32")
@@ -444,6 +449,18 @@ def test_a_loss_that_goes_past_a_sharded_model_is_explained(how: str) -> None:
     assert "parameters are whole only while the model runs" in f"{raised.value}"
 
 
+def test_a_rank_that_is_gone_in_an_optimizer_s_step_is_not_blamed_on_the_optimizer() -> None:
+    def lost(*args: Any) -> None:
+        raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:5")
+
+    state: Any = SimpleNamespace(
+        rewinds={}, scaler=SimpleNamespace(step=lost), ranks=Ranks(size=2, shards=True)
+    )
+    updater: Any = SimpleNamespace(closure=False, optimizer=None, name="")
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        _step(state, updater, torch.zeros(()), [], torch.zeros(()))
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -458,6 +475,8 @@ def test_what_cannot_be_sharded_is_said_in_words() -> None:
         shard_(Tied(), ALONE, cpu)
     with pytest.raises(ValueError, match=r"'layer\.\*' is no module of Deep; .*layers\.0"):
         shard_(Deep(), ALONE, cpu, ["layer.*"])
+    with pytest.raises(ValueError, match=r"'layers' is a list, .* choose 'layers\.\*'"):
+        shard_(Deep(), ALONE, cpu, ["*"])
     scalar = Deep()
     scalar.gate = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match="without a dimension cannot be sharded: gate"):

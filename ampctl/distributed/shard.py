@@ -111,8 +111,11 @@ def _chosen(model: nn.Module, globs: Sequence[str]) -> list[str]:
     chosen: list[str] = []
     for name in names:  # a module before its parts, which `*` matches too
         inside = any(name.startswith(f"{other}.") for other in chosen)
-        if not inside and any(fnmatchcase(name, glob) for glob in globs):
-            chosen.append(name)
+        if inside or not any(fnmatchcase(name, glob) for glob in globs):
+            continue
+        if isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict):
+            raise ValueError(f"{name!r} is a list, which does not run itself; choose '{name}.*'")
+        chosen.append(name)
     return chosen
 
 
