@@ -164,6 +164,9 @@ def test_going_back_takes_later_checkpoints_out_of_the_run(
     names = {path.name for path in Path("a/checkpoints").glob("*.pt")}
     assert "abandoned-step-00000008.pt" in names
     assert "step-00000008.pt" not in names
+    with pytest.raises(UsageError, match=r"is no longer of the run in .*a, .* another --run-dir"):
+        resume("a/checkpoints/abandoned-step-00000008.pt", run_dir=None)
+    resume("a/checkpoints/abandoned-step-00000008.pt", "train.max_epochs=3", run_dir="c")
     Path("a/checkpoints/step-00000004.pt").write_bytes(b"damaged")
     found = load(Path("a"), notify=lambda line: None)
     assert found.path.name == "step-00000003.pt"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -29,8 +30,9 @@ from typer.testing import CliRunner
 
 from ampctl import load_model
 from ampctl.checkpoint import parts
+from ampctl.checkpoint.index import read_index, write_index
 from ampctl.checkpoint.links import point
-from ampctl.checkpoint.store import load
+from ampctl.checkpoint.store import abandon_after, load
 from ampctl.cli import app
 from ampctl.distributed.ranks import ALONE, Ranks, Writers
 from ampctl.distributed.shard import shard_
@@ -161,8 +163,6 @@ def _saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(_saved: Path, folder: Path) -> Path:
-    import shutil
-
     shutil.copytree(_saved, folder / "run", symlinks=True)
     return Path("run")
 
@@ -259,6 +259,18 @@ def test_a_save_that_the_other_ranks_do_not_end_says_so(said: str, told: str) ->
     with pytest.raises(MachineError) as raised:
         parts.write_part(Path("a"), {}, cast(Writers, Lost()))
     assert f"{raised.value}".startswith(told)
+
+
+def test_going_back_twice_puts_folders_aside_again(saved: Path) -> None:
+    older, newer = read_index(saved)
+    folder, again = saved / "checkpoints", saved / "again"
+    shutil.copytree(folder / newer.file, again)
+    assert abandon_after(saved, older) == [f"abandoned-{newer.file}"]
+    again.rename(folder / newer.file)
+    write_index(folder, [older, newer])
+    assert abandon_after(saved, older) == [f"abandoned-{newer.file}"]
+    assert load(folder / f"abandoned-{newer.file}", notify=pytest.fail)
+    assert load(saved, notify=pytest.fail).path.name == older.file
 
 
 class Canary:

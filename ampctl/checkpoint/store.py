@@ -40,6 +40,7 @@ from ampctl.plain import nonfinite
 
 LATEST = "latest"
 BEST = "best"
+ABANDONED = "abandoned-"
 SUFFIXES = (".pt", parts.SUFFIX)
 
 
@@ -239,9 +240,11 @@ def abandon_after(run_dir: Path, entry: Entry) -> list[str]:
     folder = run_dir / FOLDER
     write_index(folder, kept)
     for other in later:
-        os.replace(folder / other.file, folder / f"abandoned-{other.file}")
+        aside = folder / f"{ABANDONED}{other.file}"
+        parts.remove(aside)  # of an earlier way: a folder is not replaced by another
+        os.replace(folder / other.file, aside)
     disk.sync_folder(folder)
-    return [f"abandoned-{other.file}" for other in later]
+    return [f"{ABANDONED}{other.file}" for other in later]
 
 
 def load(source: Path, *, notify: Notify, in_parts: bool = False, look: bool = False) -> Loaded:

@@ -16,6 +16,7 @@ from ampctl.checkpoint import lock
 from ampctl.checkpoint.elsewhere import Elsewhere
 from ampctl.checkpoint.index import Entry
 from ampctl.checkpoint.store import (
+    ABANDONED,
     Loaded,
     NoCheckpointError,
     Store,
@@ -34,6 +35,7 @@ from ampctl.errors import (
     InterruptedRunError,
     NumericsError,
     PreemptedError,
+    UsageError,
 )
 from ampctl.load_state import FirstWeights
 from ampctl.recipe import trust
@@ -123,6 +125,11 @@ def resume(
             found = _as_first(path, ranks)
         where = place.folder(loaded, run_dir or found.run_dir)
         goes_on = where == found.run_dir
+        if goes_on and found.path.name.startswith(ABANDONED):
+            raise UsageError(
+                f"{found.path} is no longer of the run in {where}, which has gone another way: "
+                "give another --run-dir to go on from it"
+            )
         if is_first:
             if run_dir is not None and not goes_on and not begun.before:
                 folder.refuse_to_overwrite(run_dir)
