@@ -67,6 +67,7 @@ class MapData:
     def __init__(
         self, dataset: Any, order: Order, *, num_workers: int = 0, pin_memory: bool = False
     ) -> None:
+        self.dataset = dataset
         self.order = order
         self._reader = _Reader(
             Fetcher(dataset, order.seed), num_workers=num_workers, pin_memory=pin_memory

@@ -48,14 +48,14 @@ class StreamData:
         ranks: Ranks = ALONE,
     ) -> None:
         self._ranks = ranks
-        self._dataset = dataset
+        self.dataset = dataset
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
         self._seed = seed
         self._drop_last = drop_last
         self._num_workers = num_workers
         self._collate = getattr(dataset, "collate_fn", None) or default_collate
-        self._keeps_state = (
+        self.keeps_state = (
             hasattr(dataset, "state_dict")
             and hasattr(dataset, "load_state_dict")
             and not num_workers
@@ -140,10 +140,10 @@ class StreamData:
 
     def _open(self, epoch: int) -> Iterator[Any]:
         if not self._num_workers:
-            return iter(self._dataset)
+            return iter(self.dataset)
         seed = rng.mix(self._seed, _STREAM, epoch)
         loader = DataLoader(
-            self._dataset,
+            self.dataset,
             batch_size=None,
             num_workers=self._num_workers,
             collate_fn=identity,
@@ -156,18 +156,18 @@ class StreamData:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dataset's own state and its generators', if they can be taken here."""
-        if not self._keeps_state:
+        if not self.keeps_state:
             return {}
         return {
-            "dataset": self._dataset.state_dict(),  # type: ignore[attr-defined]
+            "dataset": self.dataset.state_dict(),  # type: ignore[attr-defined]
             "rng": self._generators,
             "ended": self._ended,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the dataset's own state, so that nothing needs to be read again."""
-        if self._keeps_state and "dataset" in state:
-            self._dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+        if self.keeps_state and "dataset" in state:
+            self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
             self._generators = state["rng"]
             self._ended = bool(state["ended"])
             self._restored = True

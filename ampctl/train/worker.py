@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,18 @@ from ampctl.train.loop import Run, evaluation_was_cut_off, finished, fit
 from ampctl.train.place import Place, joined
 from ampctl.train.restore import Origin, read, restore
 
+Watch = Callable[[Job], Job]
+
 _REASONS: dict[type[BaseException], str] = {
     PreemptedError: "preempted",
     InterruptedRunError: "interrupted",
     NumericsError: "nonfinite",
 }
+
+
+def _alone(job: Job) -> Job:
+    """Let nobody look on."""
+    return job
 
 
 def train(
@@ -66,11 +73,13 @@ def train(
     resume: bool,
     quiet: bool,
     init_from: InitFrom | None = None,
+    watch: Watch = _alone,
 ) -> None:
     """Train a recipe in a new run folder, or with ``resume`` go on with the one there.
 
     ``init_from``: where the weights of a run that does not go on are from, if not from the model.
-    Raises an AmpctlError whose exit code says how the run ended, if not well.
+    ``watch`` is given the job as it is built, and returns the one to run. Raises an AmpctlError
+    whose exit code says how the run ended, if not well.
     """
     import_from_current_folder()
     notes: list[str] = []
@@ -91,7 +100,7 @@ def train(
             trust.record(loaded)
         origin = _newest(where, notes, ranks) if resume else None
         first = init_from.read(notes.append) if init_from and origin is None else None
-        _run(loaded, where, origin, notes, signals, place, first, quiet=quiet)
+        _run(loaded, where, origin, notes, signals, place, watch, first, quiet=quiet)
 
 
 def resume(
@@ -101,6 +110,7 @@ def resume(
     run_dir: Path | None,
     trusted: bool,
     quiet: bool,
+    watch: Watch = _alone,
 ) -> None:
     """Go on from a checkpoint file, or from the newest intact one of a run folder.
 
@@ -141,7 +151,7 @@ def resume(
         # of the source that holds only once the job has gone back to it.
         if begun.run_dir is not None if goes_on else begun.before:
             origin = _newest(where, notes, ranks) or origin
-        _run(loaded, where, origin, notes, signals, place, quiet=quiet)
+        _run(loaded, where, origin, notes, signals, place, watch, quiet=quiet)
 
 
 def _newest(run_dir: Path, notes: list[str], ranks: Ranks) -> Origin | None:
@@ -190,6 +200,7 @@ def _run(
     notes: list[str],
     signals: StopSignals,
     place: Place,
+    watch: Watch,
     first: FirstWeights | None = None,
     *,
     quiet: bool,
@@ -203,7 +214,10 @@ def _run(
     with closing(console), warnings_told(warned):
         for note in notes if ranks.is_first else ():
             console.warn(note)
-        job = _prepare(loaded, run_dir, origin, first, console, ranks)
+        built = watch(build_job(loaded, ranks, first))
+        if first is not None:
+            console.note(words.first_weights(first, built))
+        job = _prepare(built, run_dir, origin, console)
         if job is None:
             return
         if ranks.is_first and origin is not None and origin.entry is not None:
@@ -228,27 +242,17 @@ def _go_back(run_dir: Path, entry: Entry, console: Console) -> None:
         )
 
 
-def _prepare(
-    loaded: LoadedRecipe,
-    run_dir: Path,
-    origin: Origin | None,
-    first: FirstWeights | None,
-    console: Console,
-    ranks: Ranks,
-) -> Job | None:
-    """Build the job and restore its state; return None if the run is complete already."""
-    job = build_job(loaded, ranks, first)
-    if first is not None:
-        console.note(words.first_weights(first, job))
+def _prepare(job: Job, run_dir: Path, origin: Origin | None, console: Console) -> Job | None:
+    """Examine a job and restore its state; return None if the run is complete already."""
     require_same_data(job)
     for finding in preflight(job):
-        if ranks.is_first:
+        if job.state.ranks.is_first:
             console.warn(str(finding))
     for note in words.without_effect(job, world_size=job.state.ranks.size):
         console.note(note)
     if origin is None:
         return job
-    changes = recipe_changes(origin.saved_recipe, loaded)
+    changes = recipe_changes(origin.saved_recipe, job.loaded)
     if changes:
         console.note(f"changed since the checkpoint: {', '.join(changes)}")
     restore(job, origin, console.note)

@@ -1,0 +1,308 @@
+"""Whether a recipe resumes exactly: a few steps straight, and the same stopped and resumed.
+
+The runs are those of ``train`` and ``resume``, each in a process of its own under a `witness`; what
+they noted is compared here, step by step, and the first thing that differs is named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ampctl.checkpoint.contents import Facts
+from ampctl.checkpoint.difference import difference
+from ampctl.checkpoint.index import FOLDER, file_name
+from ampctl.checkpoint.store import load
+from ampctl.distributed import member
+from ampctl.distributed.env import StopSignals
+from ampctl.errors import AmpctlError, CheckpointError, UsageError, first_of
+from ampctl.recipe.load import load_recipe
+from ampctl.train.witness import PARTS
+
+STEPS = 6
+
+_MOST_HIDDEN = 3
+_HASH = re.compile(r"\b[0-9a-f]{16}\b")
+
+Noted = Mapping[str, Any]
+Notify = Callable[[str], None]
+
+
+class RunFailedError(AmpctlError):
+    """One of the runs ended early; message and exit code are its own."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that differs between two runs.
+
+    ``part`` is "samples" (of step ``step``) or a part of the state after ``step`` steps; ``names``
+    what in it, ``parts`` all parts that differ there. ``restored``: it differs as it is resumed.
+    """
+
+    step: int
+    part: str
+    names: tuple[str, ...]
+    parts: tuple[str, ...]
+    restored: bool
+
+
+def prove(source: str, overrides: Sequence[str], *, steps: int, notify: Notify) -> Facts:
+    """Train a recipe straight, and resume it from where it was stopped; return what differs.
+
+    It is stopped in the middle, and at an epoch's end if there is one in these steps. ``exact``
+    tells the outcome; ``difference`` the first thing that differs, ``repeatable`` whether two
+    straight runs agree up to there, ``hidden`` attributes that no checkpoint holds and that differ
+    after resuming, ``advice`` what to do. The runs are in a temporary folder, which is removed.
+    Raises RecipeError, UsageError, and what a run ends with if it fails.
+    """
+    if member.is_rank():
+        raise UsageError("`verify --resume` runs as one process: start it without a launcher")
+    ours = [
+        f"train.max_steps={steps}",
+        "checkpoint.every_steps=1",
+        "checkpoint.every_minutes=null",
+        f"checkpoint.keep_last={steps}",
+        "checkpoint.asynchronous=false",
+    ]
+    changed = [*overrides, *ours]
+    load_recipe(source, changed)
+    with tempfile.TemporaryDirectory(prefix="ampctl-verify-") as place, _stop_signals():
+        return _prove(Path(place), source, changed, steps, notify)
+
+
+def require_exact(facts: Facts) -> None:
+    """Raise CheckpointError if the resumed run was another one: its checkpoint was not enough."""
+    if not facts["exact"]:
+        raise CheckpointError(f"the recipe does not resume exactly: {facts['found']}")
+
+
+def _prove(place: Path, source: str, changed: list[str], steps: int, notify: Notify) -> Facts:
+    notify(f"training {steps} steps straight")
+    straight = _run(place, "straight", recipe=source, overrides=changed)
+    last = max(map(int, straight["states"]))
+    if last < 2:
+        raise UsageError(f"the run is over after {last} step: it takes two to stop in between")
+    stops = _stops(straight, last)
+    facts: Facts = {"steps": last, "stops": stops, "exact": True, "difference": None}
+    for stop in stops:
+        notify(f"resuming after step {stop}")
+        checkpoint = place / "straight" / FOLDER / file_name(stop, True)
+        if not checkpoint.exists():
+            raise CheckpointError(f"the state after step {stop} is not finite: nothing to resume")
+        resumed = _run(place, f"resumed-{stop}", source=f"{checkpoint}")
+        found = compare(straight, resumed, stop, last)
+        if found is None:
+            continue
+        notify("training straight once more, to tell whether that repeats")
+        again = _run(place, "again", recipe=source, overrides=changed)
+        other = compare(straight, again, 0, last)
+        repeats = other is None or other.step > found.step
+        hidden = _hidden(straight, resumed, stop)
+        shown = found if repeats or other is None else other
+        runs = (place / "straight", place / (f"resumed-{stop}" if repeats else "again"))
+        return {
+            **facts,
+            "exact": False,
+            "difference": asdict(shown),
+            "stopped": stop,
+            "repeatable": repeats,
+            "largest": _largest(*runs, shown),
+            "hidden": hidden if repeats else {},
+            "data": straight["kind"],
+            "found": _words(shown, stop, repeats),
+            "advice": _advice(shown, repeats, hidden, straight, resumed),
+        }
+    return {**facts, "found": "the resumed run is the straight one, bit for bit"}
+
+
+def compare(straight: Noted, other: Noted, start: int, last: int) -> Difference | None:
+    """Return the first thing that differs between two runs from ``start`` steps on."""
+    for step in range(start, last + 1):
+        key = f"{step}"
+        ours, theirs = straight["states"].get(key), other["states"].get(key)
+        if ours is None or theirs is None:
+            if ours is None and theirs is None:
+                continue
+            return Difference(step, "progress", ("its end",), ("progress",), False)
+        parts = tuple(part for part in PARTS if ours[part] != theirs[part])
+        if parts:
+            names = _differing(ours[parts[0]], theirs[parts[0]])
+            return Difference(step, parts[0], names, parts, step == start)
+        key = f"{step + 1}"
+        samples, read = straight["samples"].get(key), other["samples"].get(key)
+        if step < last and samples != read:
+            names = _differing(samples or {}, read or {})
+            return Difference(step + 1, "samples", names, ("samples",), False)
+    return None
+
+
+def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
+    names = [*ours, *(name for name in theirs if name not in ours)]
+    return tuple(name for name in names if ours.get(name) != theirs.get(name))
+
+
+def _stops(straight: Noted, last: int) -> list[int]:
+    """Return after which steps to stop: in the middle, and at the first epoch's end."""
+    ends = [int(step) for step, (_, batch) in straight["places"].items() if batch == 0]
+    between = [step for step in ends if 0 < step < last]
+    return sorted({last // 2, *between[:1]})
+
+
+def _hidden(straight: Noted, resumed: Noted, stop: int) -> dict[str, list[str | None]]:
+    """Return the attributes that moved in training, and that resuming does not bring back."""
+    begun, ours = straight["hidden"]["0"], straight["hidden"][f"{stop}"]
+    theirs = resumed["hidden"].get(f"{stop}", {})
+    return {
+        name: [value, theirs.get(name)]
+        for name, value in ours.items()
+        if value != theirs.get(name) and value != begun.get(name)
+    }
+
+
+def _largest(straight: Path, other: Path, found: Difference) -> dict[str, Any] | None:
+    """Return the weight that differs most after the step, if weights do and were saved."""
+    name = file_name(found.step, True)
+    paths = [run / FOLDER / name for run in (straight, other)]
+    if found.part not in ("weights", "buffers") or not all(path.exists() for path in paths):
+        return None
+    with suppress(CheckpointError):
+        moved = difference(*(load(path, notify=_unheard, look=True) for path in paths))["moved"]
+        return dict(moved[0]) if moved else None
+    return None
+
+
+def _words(found: Difference, stop: int, repeats: bool) -> str:
+    what = f"{found.part} ({first_of(found.names, 2)})" if found.names else found.part
+    if not repeats:
+        where = "of step" if found.part == "samples" else "after step"
+        return f"two straight runs differ already: {what} {where} {found.step}"
+    if found.restored:
+        return f"stopped after step {stop}, it comes back with other {what}"
+    where = "of" if found.part == "samples" else "after"
+    return f"stopped after step {stop} and resumed, it has other {what} {where} step {found.step}"
+
+
+def _advice(
+    found: Difference, repeats: bool, hidden: Mapping[str, Any], straight: Noted, resumed: Noted
+) -> list[str]:
+    """Say what is likely at fault and what to do about it."""
+    if not repeats:
+        return [_unrepeatable(found)]
+    said = [_about_hidden(name, *values) for name, values in list(hidden.items())[:_MOST_HIDDEN]]
+    if found.part == "samples":
+        said.append(_about_data(found, straight, resumed))
+    elif found.restored:
+        said.append(
+            f"loading a state_dict() must bring back what it was taken of: look at state_dict and "
+            f"load_state_dict of the {_OWNERS.get(found.part, found.part)}"
+        )
+    else:
+        said.append(
+            "the step began with the same state and samples, so something else steers it: keep "
+            "what the model or the task counts or collects in a buffer (register_buffer) of the "
+            "model, or in its get_extra_state and set_extra_state"
+        )
+    return said
+
+
+def _about_hidden(name: str, ours: str, theirs: str | None) -> str:
+    is_plain = theirs is not None and not _HASH.search(ours + theirs)
+    values = f"it was {ours} and is {theirs} after resuming" if is_plain else "it is another one"
+    return f"no checkpoint holds {name}: {values}"
+
+
+_OWNERS = {"weights": "model", "buffers": "model", "random numbers": "training", "ema": "model"}
+
+
+def _unrepeatable(found: Difference) -> str:
+    if found.part == "samples":
+        return (
+            "the data set draws from a generator that nobody seeds, or reads in no fixed order "
+            "(a set, a folder, the time): use random, numpy.random and torch's own generator, "
+            "which ampctl seeds for each sample, or one of its own with a fixed seed"
+        )
+    return (
+        "the samples are the same: set train.deterministic=true for operations that add up in any "
+        "order, and draw from generators that are seeded (random, numpy.random, torch)"
+    )
+
+
+def _about_data(found: Difference, straight: Noted, resumed: Noted) -> str:
+    read = resumed["samples"].get(f"{found.step}")
+    earlier = [step for step, samples in straight["samples"].items() if samples == read]
+    began = f"it reads those of step {earlier[0]} again: " if read and earlier else ""
+    if straight["kind"] == "by index":
+        return (
+            f"{began}a sample must follow from its index: draw from random, numpy.random or "
+            "torch's own generator, which ampctl seeds for each sample, and not from one that the "
+            "data set keeps, and keep no counters in it"
+        )
+    if straight["kind"] == "by its state_dict":
+        return (
+            f"{began}state_dict() must say where the iterator stands, its own generators too, and "
+            "the next __iter__ after load_state_dict() must go on there"
+        )
+    return (
+        f"{began}an iterable data set without a state_dict is read from its beginning, so "
+        "__iter__ must give the same again in a new process: seed what it draws from by a fixed "
+        "number, or give it state_dict() and load_state_dict()"
+    )
+
+
+def _run(place: Path, name: str, **what: Any) -> Noted:
+    """Make one run in a process of its own; return what its witness noted."""
+    spec = place / f"{name}.json"
+    wanted = {"recipe": None, "overrides": [], "source": None, **what}
+    spec.write_text(json.dumps({**wanted, "run_dir": f"{place / name}"}), encoding="utf-8")
+    code, said = _in_process(spec)
+    noted = spec.with_suffix(".found")
+    found = json.loads(noted.read_text(encoding="utf-8")) if noted.exists() else {}
+    if "error" in found:
+        raise RunFailedError(f"the {name} run: {found['error']}", code)
+    if code:
+        how = f"was ended by signal {-code}" if code < 0 else "failed"
+        raise RunFailedError(f"the {name} run {how}\n{said}".rstrip(), 1)
+    return dict(found)
+
+
+def _in_process(spec: Path) -> tuple[int, str]:
+    """Run a witness in a new interpreter; return its exit code and what it said on stderr."""
+    command = [sys.executable, "-m", "ampctl.train.witness", f"{spec}"]
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    return done.returncode, done.stderr
+
+
+@contextmanager
+def _stop_signals() -> Iterator[None]:
+    """Let a signal end it at once; the folder and the process under way go with it."""
+    with StopSignals() as signals:
+        try:
+            yield
+        except KeyboardInterrupt:
+            if signals.received is None:
+                raise
+            raise signals.error("before it was proved: nothing is left behind") from None
+
+
+def _unheard(text: str) -> None:
+    """Say nothing: a comparison is not about that."""
