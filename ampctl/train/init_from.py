@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ampctl.build import Job, build_job
 from ampctl.checkpoint.export import SAFETENSORS, chosen_weights
 from ampctl.checkpoint.store import load
+from ampctl.distributed.ranks import Ranks
 from ampctl.errors import CheckpointError, UsageError
 from ampctl.load_state import FirstWeights
+from ampctl.recipe.load import LoadedRecipe
+from ampctl.train import words
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,21 @@ class InitFrom:
         kind = "averaged weights" if which == "ema" else "weights"
         where = f"{self.source} ({kind} of step {found.payload['progress'].get('step')})"
         return FirstWeights(tensors, where, self.allow_missing)
+
+
+def build(
+    loaded: LoadedRecipe, ranks: Ranks, init_from: InitFrom | None, tell: Callable[[str], None]
+) -> Job:
+    """Build a job, with the weights that it starts from. Raises as :func:`ampctl.build.build_job`.
+
+    Once they are in the model nothing holds on to those that were read.
+    """
+    if init_from is None:
+        return build_job(loaded, ranks)
+    first = init_from.read(tell)
+    job = build_job(loaded, ranks, first)
+    tell(words.first_weights(first, job))
+    return job
 
 
 def _tensors(path: Path) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ampctl import environment
-from ampctl.build import Job, build_job
+from ampctl.build import Job
 from ampctl.checkpoint import lock
 from ampctl.checkpoint.elsewhere import Elsewhere
 from ampctl.checkpoint.index import Entry
@@ -37,7 +37,6 @@ from ampctl.errors import (
     PreemptedError,
     UsageError,
 )
-from ampctl.load_state import FirstWeights
 from ampctl.recipe import trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.target import import_from_current_folder
@@ -46,7 +45,7 @@ from ampctl.track.metrics import MetricsFile
 from ampctl.track.warned import warnings_told
 from ampctl.train import folder, words
 from ampctl.train.agreement import require_one_job, require_same_data
-from ampctl.train.init_from import InitFrom
+from ampctl.train.init_from import InitFrom, build
 from ampctl.train.log import RunLog, log_file
 from ampctl.train.loop import Run, evaluation_was_cut_off, finished, fit
 from ampctl.train.place import Place, joined
@@ -99,8 +98,8 @@ def train(
             held.enter_context(lock.hold(where))
             trust.record(loaded)
         origin = _newest(where, notes, ranks) if resume else None
-        first = init_from.read(notes.append) if init_from and origin is None else None
-        _run(loaded, where, origin, notes, signals, place, watch, first, quiet=quiet)
+        weights = init_from if origin is None else None
+        _run(loaded, where, origin, notes, signals, place, watch, weights, quiet=quiet)
 
 
 def resume(
@@ -201,7 +200,7 @@ def _run(
     signals: StopSignals,
     place: Place,
     watch: Watch,
-    first: FirstWeights | None = None,
+    init_from: InitFrom | None = None,
     *,
     quiet: bool,
 ) -> None:
@@ -214,10 +213,8 @@ def _run(
     with closing(console), warnings_told(warned):
         for note in notes if ranks.is_first else ():
             console.warn(note)
-        built = watch(build_job(loaded, ranks, first))
-        if first is not None:
-            console.note(words.first_weights(first, built))
-        job = _prepare(built, run_dir, origin, console)
+        built = build(loaded, ranks, init_from, console.note)
+        job = _prepare(watch(built), run_dir, origin, console)
         if job is None:
             return
         if ranks.is_first and origin is not None and origin.entry is not None:
