@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from ampctl import optim, rng
 from ampctl.amp.masters import upcast_
 from ampctl.amp.modules import set_module_dtypes
-from ampctl.amp.precision import Precision, choose_precision
+from ampctl.amp.precision import Precision, choose_precision, set_accuracy
 from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
 from ampctl.data.loader import EvalData, MapData, TrainData
@@ -30,7 +30,7 @@ from ampctl.parallel import in_ddp, shard
 from ampctl.plain import nonfinite
 from ampctl.preflight import refuse_unknown_targets, refuse_unsupported
 from ampctl.recipe.load import LoadedRecipe
-from ampctl.recipe.schema import TARGET, AmpConfig, Recipe
+from ampctl.recipe.schema import TARGET, Recipe
 from ampctl.recipe.target import build
 from ampctl.state import TrainState
 from ampctl.tasks import Task, as_task, asks_for, has_own, why_not_called
@@ -245,14 +245,6 @@ def compiled(loaded: LoadedRecipe, model: nn.Module, task: Task) -> Any:
         message = f"torch.compile refused its arguments: {error}"
         raise _error(loaded, "train.compile", message) from error
     return model
-
-
-def set_accuracy(amp: AmpConfig) -> None:
-    """Settle how matrix products are computed, whatever a user's module has set on import."""
-    torch.set_float32_matmul_precision(amp.matmul_precision)
-    matmul = torch.backends.cuda.matmul
-    matmul.allow_fp16_reduced_precision_reduction = amp.reduced_precision_reduction
-    matmul.allow_bf16_reduced_precision_reduction = amp.reduced_precision_reduction
 
 
 def micro_batch_size(recipe: Recipe, ranks: Ranks) -> int:

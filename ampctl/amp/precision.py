@@ -1,4 +1,4 @@
-"""Which dtype autocast runs in on which device, and why."""
+"""Which dtype autocast runs in on which device, and why; and how matrix products are computed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ampctl.environment import bfloat16_is_native, float16_is_native
+from ampctl.recipe.schema import AmpConfig
 
 DTYPES = {
     "float32": torch.float32,
@@ -104,3 +105,11 @@ def choose_precision(wanted: str, device: torch.device, *, cache_enabled: bool =
     if name != "float32" and cache_enabled and not cache_keeps_gradients():
         reason += "; without autocast's cache, which loses gradients in this version of torch"
     return Precision(kind, name, reason, cache_enabled)
+
+
+def set_accuracy(amp: AmpConfig) -> None:
+    """Settle how matrix products are computed, whatever a user's module has set on import."""
+    torch.set_float32_matmul_precision(amp.matmul_precision)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_reduced_precision_reduction = amp.reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = amp.reduced_precision_reduction

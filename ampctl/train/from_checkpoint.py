@@ -18,7 +18,7 @@ from torch import nn
 from ampctl import rng
 from ampctl.amp.masters import upcast_
 from ampctl.amp.modules import set_module_dtypes
-from ampctl.amp.precision import Precision
+from ampctl.amp.precision import Precision, set_accuracy
 from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
 from ampctl.build import (
@@ -27,7 +27,6 @@ from ampctl.build import (
     build_part,
     compiled,
     micro_batch_size,
-    set_accuracy,
     settle_device,
 )
 from ampctl.checkpoint.contents import Facts, fact
