@@ -236,7 +236,8 @@ def test_the_commands_for_several_machines_are_good_command_lines() -> None:
 
 
 def test_the_own_example_is_a_dozen_lines_and_is_there(folder: Path) -> None:
-    names = ["quantile.py", "ring.py", "mistakes.yaml", "quantile.yaml", "ring.yaml"]
+    python = ["quantile.py", "ring.py", "counting.py"]
+    names = [*python, "mistakes.yaml", "quantile.yaml", "ring.yaml"]
     assert write_files(folder) == names
     source = (folder / "quantile.py").read_text(encoding="utf-8")
     task = source[source.index("class Quantile") :].splitlines()
