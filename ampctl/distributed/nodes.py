@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from ampctl.distributed.failure import FOLLOWS, RankFailedError
-from ampctl.errors import MachineError, first_of
+from ampctl.errors import AmpctlError, MachineError, first_of
 
 LINGER_S = 15
 """How long a launcher whose ranks have failed waits for the word of the others; one that is killed
@@ -92,6 +92,10 @@ class Rendezvous(RendezvousHandler):
         return self._own.shutdown()
 
 
+# Of ranks that lost the others: with an error of torch's, or in words of their own.
+_CUT_OFF = (AmpctlError.exit_code, MachineError.exit_code)
+
+
 def has_failed_elsewhere(now: Round) -> bool:
     """Return whether another node's ranks have failed for good."""
     try:
@@ -120,7 +124,8 @@ def first_of_all(now: Round, own: RankFailedError) -> RankFailedError:
                     every[other] = json.loads(now.store.get(_key(other)))
             time.sleep(_PAUSE_S)
     first = min(every.values(), key=lambda each: tuple(each["place"]))
-    if first["exit_code"] == 1 and first["place"][0] >= FOLLOWS and len(every) < now.size:
+    is_cut_off = first["place"][0] >= FOLLOWS and first["exit_code"] in _CUT_OFF
+    if is_cut_off and len(every) < now.size:
         return _gone([node for node in now.others if node not in every], own)
     is_as_own = first["exit_code"] == own.exit_code and (
         first["text"] == said["text"] or not own.follows
