@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -104,3 +106,18 @@ class StopSignals:
         if number is signal.SIGINT:
             return InterruptedRunError(f"interrupted {saved}")
         return PreemptedError(f"{number.name} received {saved}")
+
+
+@contextmanager
+def ended_at_once(when: str) -> Iterator[StopSignals]:
+    """Heed signals where there is nothing to save: one of them ends what runs inside where it is.
+
+    ``when`` is the rest of the error's words, as in :meth:`StopSignals.error`.
+    """
+    with StopSignals() as signals:
+        try:
+            yield signals
+        except KeyboardInterrupt:
+            if signals.received is None:
+                raise
+            raise signals.error(when) from None

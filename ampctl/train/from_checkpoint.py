@@ -6,8 +6,7 @@ Nothing is written. What the recipe inside names is built under the rules of `re
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from ampctl.checkpoint.export import chosen_weights
 from ampctl.checkpoint.index import log_warning
 from ampctl.checkpoint.store import Loaded, load
 from ampctl.data.loader import EvalData
-from ampctl.distributed.env import StopSignals, choose_device
+from ampctl.distributed.env import choose_device, ended_at_once
 from ampctl.distributed.ranks import Ranks, from_environment
 from ampctl.doctor.misfit import in_words
 from ampctl.errors import RecipeError
@@ -98,7 +97,7 @@ def evaluate_checkpoint(
     import_from_current_folder()
     ranks = from_environment()
     tell = notify if ranks.is_first else _unheard
-    with _stop_signals():
+    with ended_at_once("before the evaluation was over: it wrote nothing; run it again"):
         found, _, loaded = read(source, overrides, trusted=trusted, notify=tell)
         require_split(loaded)
         with joined(loaded) as place:
@@ -228,20 +227,6 @@ def _restore(state: TrainState, payload: Mapping[str, Any], path: Path) -> None:
             rng.set_state(saved[ranks.rank], state.device)
         else:
             rng.seed_everything(rng.mix(state.progress.step, ranks.rank))
-
-
-@contextmanager
-def _stop_signals() -> Iterator[None]:
-    """Let a signal end the evaluation at once: there is nothing to save."""
-    with StopSignals() as signals:
-        try:
-            yield
-        except KeyboardInterrupt:
-            if signals.received is None:
-                raise
-            raise signals.error(
-                "before the evaluation was over: it wrote nothing; run it again"
-            ) from None
 
 
 def _unheard(text: str) -> None:

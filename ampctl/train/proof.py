@@ -11,8 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ampctl.checkpoint.difference import difference
 from ampctl.checkpoint.index import FOLDER, file_name
 from ampctl.checkpoint.store import load
 from ampctl.distributed import member
-from ampctl.distributed.env import StopSignals
+from ampctl.distributed.env import ended_at_once
 from ampctl.errors import AmpctlError, CheckpointError, UsageError, first_of
 from ampctl.recipe.load import load_recipe
 from ampctl.train.witness import PARTS
@@ -79,7 +79,8 @@ def prove(source: str, overrides: Sequence[str], *, steps: int, notify: Notify) 
     ]
     changed = [*overrides, *ours]
     load_recipe(source, changed)
-    with tempfile.TemporaryDirectory(prefix="ampctl-verify-") as place, _stop_signals():
+    heeded = ended_at_once("before it was proved: nothing is left behind")
+    with tempfile.TemporaryDirectory(prefix="ampctl-verify-") as place, heeded:
         return _prove(Path(place), source, changed, steps, notify)
 
 
@@ -290,18 +291,6 @@ def _in_process(spec: Path) -> tuple[int, str]:
         errors="replace",
     )
     return done.returncode, done.stderr
-
-
-@contextmanager
-def _stop_signals() -> Iterator[None]:
-    """Let a signal end it at once; the folder and the process under way go with it."""
-    with StopSignals() as signals:
-        try:
-            yield
-        except KeyboardInterrupt:
-            if signals.received is None:
-                raise
-            raise signals.error("before it was proved: nothing is left behind") from None
 
 
 def _unheard(text: str) -> None:

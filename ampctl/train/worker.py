@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ampctl.checkpoint.store import (
     load,
 )
 from ampctl.distributed.attendance import Attendance
-from ampctl.distributed.env import StopSignals
+from ampctl.distributed.env import StopSignals, ended_at_once
 from ampctl.distributed.heed import Heed
 from ampctl.distributed.member import seconds_to_save
 from ampctl.distributed.ranks import Ranks, Writers, from_environment
@@ -53,6 +53,7 @@ from ampctl.train.restore import Origin, read, restore
 
 Watch = Callable[[Job], Job]
 
+_TOO_EARLY = "before the first step: nothing was trained, so nothing is lost"
 _REASONS: dict[type[BaseException], str] = {
     PreemptedError: "preempted",
     InterruptedRunError: "interrupted",
@@ -82,7 +83,7 @@ def train(
     """
     import_from_current_folder()
     notes: list[str] = []
-    with _stop_signals() as signals, ExitStack() as held:
+    with ended_at_once(_TOO_EARLY) as signals, ExitStack() as held:
         place = held.enter_context(joined(loaded))
         ranks, begun = place.ranks, place.begun
         told = {"command": "train", "__run_dir": run_dir, "__init_from": init_from}
@@ -119,7 +120,7 @@ def resume(
     import_from_current_folder()
     notes: list[str] = []
     is_first = from_environment().is_first
-    with _stop_signals() as signals, ExitStack() as held:
+    with ended_at_once(_TOO_EARLY) as signals, ExitStack() as held:
         if is_first and run_dir is None and folder.holds_run(source):
             # Before it is read: the run that holds it may be about to save a newer checkpoint.
             held.enter_context(lock.hold(source))
@@ -176,20 +177,6 @@ def _as_first(path: Path, ranks: Ranks) -> Loaded:
             f"rank {ranks.rank} on {socket.gethostname()} cannot go on from {path} as rank 0 "
             f"does: {error}. Is the run folder on a file system that all nodes share?"
         ) from error
-
-
-@contextmanager
-def _stop_signals() -> Iterator[StopSignals]:
-    """Heed signals from the start: before the first step there is nothing to save."""
-    with StopSignals() as signals:
-        try:
-            yield signals
-        except KeyboardInterrupt:
-            if signals.received is None:
-                raise
-            raise signals.error(
-                "before the first step: nothing was trained, so nothing is lost"
-            ) from None
 
 
 def _run(
