@@ -5,7 +5,7 @@ Also finds the tensors that are not finite. Files are left to `checkpoint`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -37,8 +37,11 @@ def snapshot(value: Any, path: str = "", shards: dict[str, Tensor] | None = None
     return _copy(value, path, _Copies({}, shards))
 
 
-def nonfinite(value: Any, path: str = "") -> list[str]:
-    """Name the floating tensors of a nest that hold a NaN or an infinity, in their order."""
+def nonfinite(value: Any, path: str = "", *, by_design: Collection[str] = ()) -> list[str]:
+    """Name the floating tensors of a nest that hold a NaN or an infinity, in their order.
+
+    ``by_design``: names, without the first part of their path, that may (masks do from the start).
+    """
     found = [(name, _values(tensor)) for name, tensor in _tensors(value, path)]
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, (_, values) in enumerate(found):
@@ -50,7 +53,8 @@ def nonfinite(value: Any, path: str = "") -> list[str]:
         # makes it non-finite; so may an overflow, which the exact test below tells apart.
         finite = torch.isfinite(torch.stack([found[i][1].sum() for i in group])).tolist()  # sync:
         suspects += [i for i, is_finite in zip(group, finite, strict=True) if not is_finite]
-    return [found[i][0] for i in sorted(suspects) if not torch.isfinite(found[i][1]).all()]
+    bad = [found[i][0] for i in sorted(suspects) if not torch.isfinite(found[i][1]).all()]
+    return [name for name in bad if name.split(".", 1)[-1] not in by_design]
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ def _nonfinite(payload: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[s
     by_design = payload["environment"].get("nonfinite_by_design")
     allowed = {name for name in by_design if isinstance(name, str)} if _is_list(by_design) else ()
     held = {n: t for n, t in tensors.items() if n.split(".")[0] in ("model", "optimizer", "ema")}
-    return [name for name in nonfinite(held) if name.split(".", 1)[-1] not in allowed]
+    return nonfinite(held, by_design=allowed)
 
 
 def _links(

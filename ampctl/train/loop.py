@@ -341,10 +341,8 @@ def _nonfinite(
     Of a sharded state the ranks put together what each finds in its part.
     """
     held = {key: payload[key] for key in ("model", "optimizer", "ema")}
+    mine = {key: local(part) for key, part in (shards or {}).items()}
+    found = plain.nonfinite({**held, **mine}, by_design=state.nonfinite_by_design)
     if shards is None:
-        found = plain.nonfinite(held)
-    else:
-        mine = plain.nonfinite({**held, **{key: local(part) for key, part in shards.items()}})
-        found = sorted({name for every in state.ranks.gather(mine) for name in every})
-    by_design = state.nonfinite_by_design
-    return [name for name in found if name.split(".", 1)[-1] not in by_design]
+        return found
+    return sorted({name for every in state.ranks.gather(found) for name in every})
