@@ -17,13 +17,53 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ampctl.distributed.shard import is_sharded
+from ampctl.distributed.shard import is_sharded, local
 from ampctl.errors import CheckpointError
 
 _ATOMS = frozenset({NoneType, bool, int, float, str, bytes, torch.dtype, torch.Size})
 
 
-def snapshot(value: Any, path: str = "", shards: dict[str, Tensor] | None = None) -> Any:
+class HostMemory:
+    """Host memory for copies of a state, kept from one to the next, which then needs no new pages.
+
+    A copy that was made in it is gone once the next one begins. What comes from CUDA and XPU goes
+    to page-locked ("pinned") memory, into which these devices copy by themselves.
+    Source: https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._used: dict[str, Tensor] = {}
+        self._devices: set[torch.device] = set()
+
+    def copy(self, path: str, value: Tensor) -> Tensor:
+        """Return a dense copy of a tensor (or this rank's part), complete once `settle` was called.
+
+        A sharded one stays sharded.
+        """
+        is_pinned = value.device.type in ("cuda", "xpu")
+        host = self._held.pop(path, None)
+        if host is None or not _are_alike(host, value):
+            host = _room(value, pin_memory=is_pinned)
+        local(host).copy_(local(value), non_blocking=is_pinned)
+        self._used[path] = host
+        if is_pinned:
+            self._devices.add(value.device)
+        return host
+
+    def settle(self) -> None:
+        """Wait for the copies that were begun, and give back what none of them needed."""
+        for device in self._devices:
+            torch.get_device_module(device).synchronize(device)  # sync: at saves
+        self._held, self._used, self._devices = self._used, {}, set()
+
+
+def snapshot(
+    value: Any,
+    path: str = "",
+    shards: dict[str, Tensor] | None = None,
+    memory: HostMemory | None = None,
+) -> Any:
     """Copy a nest of state into plain types and CPU tensors that share nothing with it.
 
     Every tensor of the copy owns exactly its own elements, in the strides of the original where
@@ -33,14 +73,20 @@ def snapshot(value: Any, path: str = "", shards: dict[str, Tensor] | None = None
 
     Tensors that are spread over ranks go to ``shards`` by their dotted path, with this rank's part
     on the CPU; an empty one of the meta device stands in their place.
+
+    ``memory``: where dense copies go, which holds until the next one is made there.
     """
-    return _copy(value, path, _Copies({}, shards))
+    copied = _copy(value, path, _Copies({}, shards, memory))
+    if memory is not None:
+        memory.settle()
+    return copied
 
 
 def nonfinite(value: Any, path: str = "", *, by_design: Collection[str] = ()) -> list[str]:
     """Name the floating tensors of a nest that hold a NaN or an infinity, in their order.
 
-    ``by_design``: names, without the first part of their path, that may (masks do from the start).
+    Of one that is spread over ranks this rank's part is looked at. ``by_design``: names, without
+    the first part of their path, that may (masks do from the start).
     """
     found = [(name, _values(tensor)) for name, tensor in _tensors(value, path)]
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -63,6 +109,13 @@ class _Copies:
 
     whole: dict[tuple[Any, ...], Tensor]
     shards: dict[str, Tensor] | None
+    memory: HostMemory | None
+
+    def dense(self, path: str, value: Tensor) -> Tensor:
+        """Copy a tensor of strided layout to the CPU."""
+        if self.memory is None or value.is_conj() or value.is_neg():
+            return value.to("cpu", copy=True).resolve_conj().resolve_neg()
+        return self.memory.copy(path, value)
 
 
 def _copy(value: Any, path: str, copies: _Copies) -> Any:
@@ -95,7 +148,7 @@ def _copy_tensor(value: Tensor, path: str, copies: _Copies) -> Tensor:
         raise _refusal(value, path, "a tensor without memory")
     value = value.detach()
     if copies.shards is not None and is_sharded(value):
-        copies.shards[path] = value.to("cpu", copy=True)
+        copies.shards[path] = copies.dense(path, value)
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     if type(value) is not Tensor:  # DTensor and the like: their parts are elsewhere
         raise _refusal(value, path)
@@ -113,9 +166,29 @@ def _copy_tensor(value: Tensor, path: str, copies: _Copies) -> Tensor:
     )
     copied = copies.whole.get(same)
     if copied is None:
-        copied = value.to("cpu", copy=True).resolve_conj().resolve_neg()
+        copied = copies.dense(path, value)
         copies.whole[same] = copied
     return copied
+
+
+def _room(value: Tensor, *, pin_memory: bool) -> Tensor:
+    """Return a host tensor to copy another one to."""
+    if pin_memory or is_sharded(value):
+        return torch.empty_like(value, device="cpu", pin_memory=pin_memory)
+    # NumPy asks for huge pages, and half of the time of a first copy goes into small ones.
+    strides = torch.empty_like(value, device="meta").stride()
+    memory = torch.from_numpy(np.empty(value.nbytes, np.uint8))
+    return memory.view(value.dtype).as_strided(value.shape, strides)
+
+
+def _are_alike(host: Tensor, value: Tensor) -> bool:
+    """Return whether a host tensor is what a copy of another tensor needs."""
+    own, other = local(host), torch.empty_like(local(value), device="meta")
+    return (
+        type(host) is type(value)
+        and host.shape == value.shape
+        and (own.dtype, own.shape, own.stride()) == (other.dtype, other.shape, other.stride())
+    )
 
 
 def _copy_array(value: np.ndarray[Any, Any], path: str) -> Tensor:
@@ -179,7 +252,7 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 def _values(tensor: Tensor) -> Tensor:
     """Return the stored elements of a tensor in a dtype that has reductions (float8 has none)."""
-    values = tensor.detach()
+    values = local(tensor.detach())
     if values.layout == torch.sparse_coo:
         values = values.coalesce().values()
     elif values.layout != torch.strided:

@@ -39,6 +39,7 @@ CHECKS: Mapping[str, Check] = {
     **{f"parity-{dtype}": parity.parity(dtype) for dtype in parts.DTYPES},
     "skips": steps.skips,
     "buffers": steps.buffers,
+    "host-copy": steps.host_copy,
     "resume": processes.resume,
     "bce": findings.bce,
     "bfloat16-gradients": findings.bfloat16_gradients,

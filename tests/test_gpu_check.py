@@ -17,6 +17,7 @@ import torch
 from ampctl.amp import gradients
 from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
+from ampctl.plain import HostMemory
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -24,6 +25,7 @@ RESULTS = {
     **{f"parity-{dtype}": "pass" for dtype in DTYPES},
     "skips": "pass",
     "buffers": "pass",
+    "host-copy": "pass",
     "resume": "pass",
     "bce": "pass",
     "bfloat16-gradients": "pass",
@@ -119,6 +121,15 @@ def test_a_fault_of_ampctl_fails_the_check_that_is_for_it(
     assert rows[check]["result"] == "fail"
     assert words in rows[check]["detail"]
     assert rows[check]["traceback"] is None
+
+
+def test_a_copy_for_a_checkpoint_that_is_another_is_seen(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(HostMemory, "copy", lambda _, __, value: torch.zeros_like(value))
+    code, rows = run(gpu_check, tmp_path / "figures.json", "host-copy")
+    assert code == 1
+    assert "the copy of step 1 is another: model.first.weight differs" in rows["host-copy"]["detail"]
 
 
 def test_the_figures_lie_under_runs_unless_a_file_is_named(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ampctl.errors import CheckpointError
-from ampctl.plain import nonfinite, snapshot
+from ampctl.plain import HostMemory, nonfinite, snapshot
 
 
 class Colour(enum.Enum):
@@ -156,3 +156,42 @@ def test_nonfinite_names_each_tensor_with_a_nan_or_an_infinity():
 def test_large_finite_values_are_finite_although_their_sum_is_not():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         assert nonfinite({"w": torch.full((100,), torch.finfo(dtype).max, dtype=dtype)}) == []
+
+
+def test_host_memory_is_used_again_where_it_fits():
+    memory = HostMemory()
+    state = {
+        "large": torch.randn(300, 1000),
+        "image": torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last),
+        "wide": torch.randn(2).expand(5, 2),
+        "half": torch.randn(7).bfloat16(),
+        "conj": torch.randn(3, dtype=torch.complex64).conj(),
+        "step": torch.tensor(3.0),
+        "none": torch.empty(0, 2),
+    }
+    state["tied"] = state["large"]
+    before: dict[str, int] = {}
+    for turn in range(3):
+        copy = snapshot(state, memory=memory)
+        assert copy["tied"] is copy["large"]
+        for name, value in state.items():
+            assert torch.equal(copy[name], value), (turn, name)
+            assert copy[name].untyped_storage().nbytes() == value.numel() * value.element_size()
+            assert copy[name].data_ptr() != value.data_ptr() or not value.numel()
+        assert copy["image"].stride() == state["image"].stride()
+        places = {name: copy[name].data_ptr() for name in ("large", "image", "wide", "half")}
+        assert places == before or not before
+        before = places
+        for name in ("large", "image", "half"):
+            state[name].add_(1)
+    # What is of another kind gets a place of its own, and what is gone gives its own back.
+    state["large"] = state["large"].double()
+    state["image"] = state["image"].contiguous()
+    del state["half"], state["tied"]
+    copy = snapshot(state, memory=memory)
+    for name, value in state.items():
+        assert torch.equal(copy[name], value)
+        assert copy[name].dtype == value.dtype
+    assert copy["image"].stride() == state["image"].stride()
+    assert through_a_file(copy).keys() == state.keys()
+    assert "half" not in memory._held

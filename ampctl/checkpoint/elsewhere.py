@@ -35,7 +35,8 @@ class Elsewhere:
         self._flight.land()
 
     def finished(self) -> list[Saved]:
-        """Return nothing: rank 0 tells."""
+        """Return nothing, as rank 0 tells; raise the error of a save that has failed by now."""
+        self._flight.look()
         return []
 
     def close(self) -> None:

@@ -34,6 +34,11 @@ class Flight:
         else:
             self._in_flight = self._thread.submit(work, *arguments)
 
+    def look(self) -> None:
+        """Raise the error of what was begun, once, if it has failed by now."""
+        if self._in_flight is not None and self._in_flight.done():
+            self.land()
+
     def land(self) -> None:
         """Wait for what was begun, and raise its error, once."""
         in_flight, self._in_flight = self._in_flight, None

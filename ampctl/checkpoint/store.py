@@ -122,7 +122,11 @@ class Store:
         return self._folder / newest.file if newest else None
 
     def finished(self) -> list[Saved]:
-        """Return the saves that are on the disk now and were not returned before."""
+        """Return the saves that are on the disk now and were not returned before.
+
+        Raises the error of one that has failed by now.
+        """
+        self._flight.look()
         return [self._saved.popleft() for _ in range(len(self._saved))]
 
     def close(self) -> None:

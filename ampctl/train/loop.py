@@ -3,55 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from ampctl import plain
 from ampctl.build import Job
-from ampctl.checkpoint.elsewhere import Elsewhere
-from ampctl.checkpoint.store import Store
 from ampctl.data.workers import WorkerError
-from ampctl.distributed.attendance import Attendance
-from ampctl.distributed.heed import Heed
-from ampctl.distributed.shard import local
 from ampctl.doctor.misfit import in_words
-from ampctl.errors import NumericsError, RecipeError, UsageError, first_of
+from ampctl.errors import NumericsError, RecipeError, UsageError
 from ampctl.monitor import Patience, is_better
 from ampctl.preflight import unknown_metric
-from ampctl.state import Progress, StepReport, TrainState
+from ampctl.state import StepReport
 from ampctl.step import settle, train_step
 from ampctl.train import words
 from ampctl.train.across_ranks import diagnose, unused_later
 from ampctl.train.evaluate import evaluate
-from ampctl.train.log import RunLog
-
-SCALES_SHOWN = 8
-
-
-@dataclass
-class Run:
-    """One run under way: the job, where it is saved and told, and what the loop must remember."""
-
-    job: Job
-    run_dir: Path
-    store: Store | Elsewhere
-    log: RunLog
-    heed: Heed
-    attendance: Attendance
-    environment: dict[str, Any]
-    saved_step: int = -1
-    saved_at: float = field(default_factory=time.monotonic)
-    windows: deque[tuple[int, list[Any]]] = field(default_factory=lambda: deque(maxlen=2))
-    scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SCALES_SHOWN))
-
-    @property
-    def progress(self) -> Progress:
-        """How far the run has come."""
-        return self.job.state.progress
+from ampctl.train.run import Run
+from ampctl.train.save import finish, look, save
 
 
 def fit(run: Run) -> str:
@@ -74,9 +39,8 @@ def fit(run: Run) -> str:
                 _boundary(run, epoch_ended=False, stopping=True)
             raise
     if run.saved_step != progress.step:
-        _save(run)
-    run.store.wait()
-    run.log.saved(run.store.finished(), run.run_dir)
+        save(run)
+    finish(run)
     run.job.state.ranks.wait()
     return reason
 
@@ -120,6 +84,7 @@ def _epoch(run: Run) -> None:
         log.mark(progress, epoch)
         if report is not None:
             _take(run, report)
+        look(run)
         by_time = run.heed.look(is_time=_time_to_save(run))
         if ended or run.heed.received or by_time or _due(run) or finished(job):
             _boundary(run, epoch_ended=ended, by_time=by_time)
@@ -170,11 +135,10 @@ def _boundary(
         _evaluate(run)
         over = finished(run.job) is not None
     if run.heed.received or stopping or over or by_time or _save_is_due(run, epoch_ended):
-        _save(run)
+        save(run)
     run.log.restart_clock(run.progress)
     if run.heed.received:
-        run.store.wait()
-        run.log.saved(run.store.finished(), run.run_dir)
+        finish(run)
         run.job.state.ranks.wait()  # a launcher ends the others when the first one leaves
         raise run.heed.signals.error(
             f"at step {step}, which is saved: `ampctl resume {run.run_dir}` goes on",
@@ -223,7 +187,7 @@ def _take(run: Run, report: StepReport) -> None:
         tensor=diagnosis.tensor,
         advice=diagnosis.advice,
     )
-    saved = run.store.wait()
+    saved = finish(run)
     raise NumericsError(
         words.stopped(report, run.progress, diagnosis, run.scales, run.run_dir, saved)
     )
@@ -285,64 +249,7 @@ def _require_metric(run: Run, key: str, monitor: str, metrics: dict[str, float])
     """Stop, with the state saved, over a metric that the task does not give."""
     if monitor in metrics:
         return
-    _save(run)
-    run.store.wait()
+    save(run)
+    finish(run)
     advice = f"the state is saved: `ampctl resume {run.run_dir} {key}=NAME` goes on"
     raise RecipeError([unknown_metric(run.job.loaded, key, monitor, metrics, advice)])
-
-
-def _save(run: Run) -> None:
-    """Take a snapshot of the state and hand it to the store; the store writes it."""
-    begin = time.perf_counter()
-    job, state, progress = run.job, run.job.state, run.progress
-    state.require_agreement()
-    saved = state.state_dict()
-    run.saved_step, run.saved_at = progress.step, time.monotonic()
-    shards: dict[str, Tensor] | None = {} if state.ranks.shards else None
-    if isinstance(run.store, Elsewhere) and shards is None:  # rank 0 writes what all of them hold
-        return
-    payload = plain.snapshot(
-        {
-            **saved,
-            "data": job.train_data.state_dict(),
-            "recipe": job.loaded.text,
-            "environment": {
-                **run.environment,
-                "nonfinite_by_design": sorted(state.nonfinite_by_design),
-            },
-        },
-        shards=shards,
-    )
-    nonfinite = _nonfinite(payload, shards, state)
-    if isinstance(run.store, Elsewhere):
-        run.store.save(shards or {}, step=progress.step)
-        return
-    if nonfinite:
-        run.log.console.warn(
-            f"step {progress.step}: not finite: {first_of(nonfinite)}. The "
-            "checkpoint is set aside as .nonfinite, and the newest one stays as it was"
-        )
-    run.store.save(
-        payload,
-        step=progress.step,
-        metrics=progress.metrics if progress.evaluated_step == progress.step else {},
-        nonfinite=nonfinite,
-        shards=shards,
-    )
-    run.log.stalled(progress.step, time.perf_counter() - begin)
-    run.log.saved(run.store.finished(), run.run_dir)
-
-
-def _nonfinite(
-    payload: dict[str, Any], shards: dict[str, Tensor] | None, state: TrainState
-) -> list[str]:
-    """Name the non-finite tensors of a snapshot that were not so from the start (masks are).
-
-    Of a sharded state the ranks put together what each finds in its part.
-    """
-    held = {key: payload[key] for key in ("model", "optimizer", "ema")}
-    mine = {key: local(part) for key, part in (shards or {}).items()}
-    found = plain.nonfinite({**held, **mine}, by_design=state.nonfinite_by_design)
-    if shards is None:
-        return found
-    return sorted({name for every in state.ranks.gather(found) for name in every})

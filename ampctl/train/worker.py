@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ampctl import environment
+from ampctl import environment, plain
 from ampctl.build import Job
 from ampctl.checkpoint import lock
 from ampctl.checkpoint.elsewhere import Elsewhere
@@ -47,9 +47,11 @@ from ampctl.train import folder, words
 from ampctl.train.agreement import require_one_job, require_same_data
 from ampctl.train.init_from import InitFrom, build
 from ampctl.train.log import RunLog, log_file
-from ampctl.train.loop import Run, evaluation_was_cut_off, finished, fit
+from ampctl.train.loop import evaluation_was_cut_off, finished, fit
 from ampctl.train.place import Place, joined
 from ampctl.train.restore import Origin, read, restore
+from ampctl.train.run import Run
+from ampctl.train.save import finish, look
 
 Watch = Callable[[Job], Job]
 
@@ -281,7 +283,8 @@ def _fit(
         if ranks.is_first
         else Elsewhere(run_dir, asynchronous=checkpoint.asynchronous, writers=writers)
     )
-    run = Run(job, run_dir, store, log, Heed(signals, ranks), attendance, facts)
+    memory = plain.HostMemory() if checkpoint.asynchronous else None
+    run = Run(job, run_dir, store, log, Heed(signals, ranks), attendance, facts, memory)
     if origin is not None:
         run.saved_step = job.state.progress.step
     try:
@@ -308,10 +311,10 @@ def _fit(
 def _end_saves(run: Run) -> None:
     """Let the save that is under way end, and tell it, before the run's last event."""
     try:
-        run.store.wait()
+        finish(run)
     except AmpctlError as error:
         run.log.console.warn(str(error))  # another error is on its way to the user
-    run.log.saved(run.store.finished(), run.run_dir)
+        look(run)
 
 
 def _tell_start(run: Run, origin: Origin | None) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ampctl
 from ampctl.models import GPT
+from ampctl.plain import HostMemory, snapshot
 from ampctl.state import TrainState
 from ampctl.step import train_step
 from gpu_checks import parts
@@ -121,6 +122,28 @@ def buffers(setup: Setup) -> Finding:
         f"({len(poisoned)} are lost without the guard), loaded back in place",
         {"buffers": len(kept), "poisoned_without_guard": poisoned},
     )
+
+
+def host_copy(setup: Setup) -> Finding:
+    """Check that a copy for a checkpoint is the state's, in memory that the device copies into."""
+    state = parts.build_state(
+        setup.device,
+        optimizer={"_target_": "torch.optim.AdamW", "lr": 1e-3},
+        amp={"dtype": "bfloat16"},
+        train={"ema_decay": 0.9},
+    )
+    memory = HostMemory()
+    for step in range(3):
+        parts.run(state, [[parts.moved(parts.image_batch(6, seed=step), setup.device)]])
+        saved = state.state_dict()
+        copy_ = snapshot(saved, memory=memory)
+        difference = first_difference(copy_, snapshot(saved))
+        require(difference is None, f"the copy of step {step + 1} is another: {difference}")
+    weights = copy_["model"].values()
+    require(all(weight.device.type == "cpu" for weight in weights), "it is not on the host")
+    if setup.device.type == "cuda":
+        require(all(weight.is_pinned() for weight in weights), "its memory is not page-locked")
+    return Finding("three copies of a whole state equal to the bit, in the same host memory", {})
 
 
 def sync(setup: Setup) -> Finding:

@@ -1,0 +1,46 @@
+"""One run under way, as the loop and the saves of it know it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ampctl.build import Job
+from ampctl.checkpoint.elsewhere import Elsewhere
+from ampctl.checkpoint.store import Store
+from ampctl.distributed.attendance import Attendance
+from ampctl.distributed.heed import Heed
+from ampctl.plain import HostMemory
+from ampctl.state import Progress
+from ampctl.train.log import RunLog
+
+SCALES_SHOWN = 8
+
+
+@dataclass
+class Run:
+    """One run under way: the job, where it is saved and told, and what the loop must remember.
+
+    ``memory``: where a checkpoint's copy of the state waits to be written, if training goes on.
+    """
+
+    job: Job
+    run_dir: Path
+    store: Store | Elsewhere
+    log: RunLog
+    heed: Heed
+    attendance: Attendance
+    environment: dict[str, Any]
+    memory: HostMemory | None = None
+    saved_step: int = -1
+    saved_at: float = field(default_factory=time.monotonic)
+    windows: deque[tuple[int, list[Any]]] = field(default_factory=lambda: deque(maxlen=2))
+    scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SCALES_SHOWN))
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return self.job.state.progress

@@ -1,0 +1,83 @@
+"""A checkpoint of a run: a copy of its state at a step boundary, which the store writes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ampctl import plain
+from ampctl.checkpoint.elsewhere import Elsewhere
+from ampctl.errors import first_of
+from ampctl.state import TrainState
+from ampctl.train.run import Run
+
+
+def save(run: Run) -> None:
+    """Take a snapshot of the state and hand it to the store; the store writes it."""
+    begin = time.perf_counter()
+    job, state, progress = run.job, run.job.state, run.progress
+    finish(run)  # or what is being written would be copied over
+    state.require_agreement()
+    saved = state.state_dict()
+    run.saved_step, run.saved_at = progress.step, time.monotonic()
+    shards: dict[str, Tensor] | None = {} if state.ranks.shards else None
+    if isinstance(run.store, Elsewhere) and shards is None:  # rank 0 writes what all of them hold
+        return
+    nonfinite = _nonfinite(saved, state)
+    payload = plain.snapshot(
+        {
+            **saved,
+            "data": job.train_data.state_dict(),
+            "recipe": job.loaded.text,
+            "environment": {
+                **run.environment,
+                "nonfinite_by_design": sorted(state.nonfinite_by_design),
+            },
+        },
+        shards=shards,
+        memory=run.memory,
+    )
+    if isinstance(run.store, Elsewhere):
+        run.store.save(shards or {}, step=progress.step)
+        return
+    if nonfinite:
+        run.log.console.warn(
+            f"step {progress.step}: not finite: {first_of(nonfinite)}. The "
+            "checkpoint is set aside as .nonfinite, and the newest one stays as it was"
+        )
+    run.store.save(
+        payload,
+        step=progress.step,
+        metrics=progress.metrics if progress.evaluated_step == progress.step else {},
+        nonfinite=nonfinite,
+        shards=shards,
+    )
+    run.log.stalled(progress.step, time.perf_counter() - begin)
+    look(run)
+
+
+def look(run: Run) -> None:
+    """Tell of the saves that are on the disk by now; raise the error of one that has failed."""
+    run.log.saved(run.store.finished(), run.run_dir)
+
+
+def finish(run: Run) -> Path | None:
+    """Wait for the save under way, and tell of it; return the newest file. Raises its error."""
+    newest = run.store.wait()
+    look(run)
+    return newest
+
+
+def _nonfinite(saved: dict[str, Any], state: TrainState) -> list[str]:
+    """Name the non-finite tensors of a state that were not so from the start (masks are).
+
+    Of a sharded state the ranks put together what each finds in its part.
+    """
+    held = {key: saved[key] for key in ("model", "optimizer", "ema")}
+    found = plain.nonfinite(held, by_design=state.nonfinite_by_design)
+    if not state.ranks.shards:
+        return found
+    return sorted({name for every in state.ranks.gather(found) for name in every})
