@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,10 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampctl.errors import CheckpointError
-from ampctl.optim import KERNEL_CHOICES
+from ampctl.errors import CheckpointError, first_of
+from ampctl.optim import KERNEL_CHOICES, state_names
 
 _SHOWN = 8
+
+Notify = Callable[[str], None]
+
+
+class MisfitError(CheckpointError):
+    """A part of a checkpoint that does not fit what was built: what of it does, and what does not.
+
+    ``keys`` are those of the recipe that the part hangs on.
+    """
+
+    def __init__(
+        self, part: str, lines: Sequence[str], *, fits: str = "", keys: Sequence[str] = ()
+    ) -> None:
+        self.keys = keys
+        told = f"{_listing(lines)}\n  {fits}" if fits else _listing(lines)
+        super().__init__(f"the checkpoint does not fit the recipe: {part}\n{told}")
 
 
 @dataclass(frozen=True)
@@ -62,13 +78,40 @@ def _misfits(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]
     return lines
 
 
-def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load weights strictly; raise CheckpointError that lists by name what does not fit."""
-    lines = _misfits(model.state_dict(), state)
+def load_model(model: nn.Module, state: Mapping[str, Any], notify: Notify) -> None:
+    """Load weights strictly. Raises MisfitError that lists by name what does not fit.
+
+    Values are rounded to the model's dtypes, which ``notify`` is told where that loses some.
+    """
+    own = model.state_dict()
+    lines = _misfits(own, state)
     if lines:
-        problems = [f"{name}: {why}" for name, why in sorted(lines.items())]
-        raise CheckpointError(fit_message("model", problems))
+        every = own.keys() | state.keys()
+        raise MisfitError(
+            "model",
+            [f"{name}: {why}" for name, why in sorted(lines.items())],
+            fits=f"{len(every) - len(lines)} of {len(every)} tensors fit",
+            keys=("model",),
+        )
+    rounded = [name for name, value in own.items() if _loses(state[name], value)]
+    if rounded:
+        saved, now = (_dtype(each[rounded[0]]) for each in (state, own))
+        notify(
+            f"{len(rounded)} of {len(own)} tensors were saved in {saved} and are {now} in the "
+            f"model, so they are rounded: {first_of(rounded)}"
+        )
     model.load_state_dict(dict(state), strict=True)
+
+
+def _loses(saved: Any, own: Any) -> bool:
+    """Tell whether values may be another ones in the dtype of the tensor that they go to."""
+    if not isinstance(saved, Tensor) or not isinstance(own, Tensor):
+        return False
+    return torch.promote_types(saved.dtype, own.dtype) != own.dtype
+
+
+def _dtype(tensor: Tensor) -> str:
+    return f"{tensor.dtype}".removeprefix("torch.")
 
 
 def load_optimizer(
@@ -77,11 +120,14 @@ def load_optimizer(
     weights: Mapping[str, Any],
     *,
     recipe_wins: bool,
+    notify: Notify,
+    key: str = "optimizer",
 ) -> None:
-    """Load an optimizer's state; raise CheckpointError that names the parameters that differ.
+    """Load an optimizer's state. Raises MisfitError that names the parameters that differ.
 
     ``weights`` are those that were saved with it, by name: where their dtype is another one now
-    (``amp.upcast``), what the optimizer held in it goes along.
+    (``amp.upcast``), what the optimizer held in it goes along. ``key`` is its own in the recipe;
+    ``notify`` is told what of the state it has no use for.
     """
     own_groups = optimizer.state_dict()["param_groups"]
     own = [tuple(group.get("param_names", ())) for group in own_groups]
@@ -90,7 +136,16 @@ def load_optimizer(
         len(g["params"]) for g in state["param_groups"]
     ]
     if own != saved or counts_differ:
-        raise CheckpointError(fit_message("optimizer", _group_difference(own, saved)))
+        raise MisfitError(
+            key,
+            _group_difference(own, saved),
+            fits=_how_many_stay(own, saved),
+            keys=("optimizer", "model"),
+        )
+    useless = _state_difference(optimizer, state, key)
+    if useless:
+        kind, names = type(optimizer).__name__, ", ".join(sorted(useless))
+        notify(f"{key}: {kind} has no use for {names} of the checkpoint, which is dropped")
     from_recipe = [
         {name: value for name, value in group.items() if name not in ("params", "param_names")}
         for group in own_groups
@@ -103,7 +158,10 @@ def load_optimizer(
     try:
         optimizer.load_state_dict({**state, "param_groups": groups})
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(fit_message("optimizer", [str(error)])) from error
+        raise MisfitError(key, [str(error)], keys=("optimizer", "model")) from error
+    for kept in optimizer.state.values():
+        for name in useless & kept.keys():
+            del kept[name]
     _put_back_dtypes(optimizer, state, weights)
     for group, fresh in zip(optimizer.param_groups, from_recipe, strict=True):
         for name, value in fresh.items():
@@ -144,12 +202,43 @@ def _group_difference(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str
     return lines or [f"{len(saved)} parameter groups in the checkpoint, {len(own)} now"]
 
 
-def fit_message(part: str, lines: Sequence[str]) -> str:
-    """Say what of a part of a checkpoint does not fit, the first few lines of it."""
-    return (
-        f"the checkpoint does not fit the recipe: {part}\n{_listing(lines)}\n"
-        f"Resume with the recipe that it was saved with, or start a new run."
-    )
+def _how_many_stay(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> str:
+    stay = [set(mine) & set(theirs) for mine, theirs in zip(own, saved, strict=False)]
+    every = {name for names in (*own, *saved) for name in names}
+    return f"{sum(map(len, stay))} of {len(every)} parameters are where they were"
+
+
+def _state_difference(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], key: str
+) -> set[str]:
+    """Return the names in a saved state that the optimizer does not keep.
+
+    Raises MisfitError for what it keeps and the state lacks: made of nothing, it would not be what
+    it was (and some kernels fail). A parameter without any state has not been trained yet.
+    """
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    known = state_names(optimizer)
+    lacking: dict[str, int] = {}
+    useless: set[str] = set()
+    for index, names in zip(indices, known, strict=True):
+        saved = {name for name, value in state["state"].get(index, {}).items() if value is not None}
+        if names is None or not saved:
+            continue
+        useless |= saved - names
+        for name in names - saved:
+            lacking[name] = lacking.get(name, 0) + 1
+    if lacking:
+        kind = type(optimizer).__name__
+        lines = [
+            f"{name}: {kind} keeps it, and the checkpoint has none for {count} of {len(indices)} "
+            "parameters"
+            for name, count in sorted(lacking.items())
+        ]
+        held = {name for each in state["state"].values() for name in each}
+        raise MisfitError(
+            key, lines, fits=f"the checkpoint has {', '.join(sorted(held))}", keys=("optimizer",)
+        )
+    return useless
 
 
 def _listing(lines: Sequence[str]) -> str:

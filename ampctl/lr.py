@@ -30,6 +30,9 @@ class LearningRate(Protocol):
     def evaluated(self, value: float) -> None:
         """Take note of the monitored metric of an evaluation."""
 
+    def forget_evaluations(self) -> None:
+        """Take the next evaluation for the first: its metric is another one."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
@@ -66,6 +69,9 @@ class FunctionSchedule:
 
     def evaluated(self, value: float) -> None:
         """A pure function of updates looks at no metric."""
+
+    def forget_evaluations(self) -> None:
+        """It has none."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the update count and the base rates."""
@@ -110,6 +116,12 @@ class TorchSchedule:
         if self._plateau:
             self._scheduler.step(value)  # type: ignore[arg-type]
 
+    def forget_evaluations(self) -> None:
+        """Let a plateau scheduler know no best, and count no evaluations that were not."""
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.best = self._scheduler.mode_worse
+            self._scheduler.num_bad_epochs = 0
+
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's own state, its kind and the base rates."""
         kind = type(self._scheduler).__name__
@@ -122,9 +134,10 @@ class TorchSchedule:
         kind = type(self._scheduler).__name__
         if state["kind"] != kind:
             raise CheckpointError(
-                f"the checkpoint does not fit the recipe: its schedule is {state['kind']}, and "
-                f"{kind} cannot go on from that. Resume with the schedule it was saved with, or "
-                "with one of ampctl.schedules, which follow from the number of updates."
+                "the checkpoint does not fit the recipe: its scheduler is "
+                f"{'a function of updates' if state['kind'] == FUNCTION else state['kind']}, and "
+                f"{kind} cannot go on from that. Resume with the scheduler that it was saved with, "
+                "or with one of ampctl.schedules, which follow from the number of updates."
             )
         own: dict[str, Any] = dict(self._scheduler.state_dict())
         # A run that is made longer follows OneCycleLR's new plan, from the same update on.

@@ -16,7 +16,7 @@ from ampctl.buffers import BufferGuard
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import WeightAverage
 from ampctl.errors import CheckpointError
-from ampctl.load_state import fit_message, load_model, load_optimizer
+from ampctl.load_state import MisfitError, load_model, load_optimizer
 from ampctl.recipe.schema import AmpConfig
 from ampctl.tasks import Task, asks_for, has_own
 from ampctl.updater import Rewind, Updater, one_or_by_name
@@ -244,7 +244,7 @@ class TrainState:
                 f"the checkpoint cannot be used: it lacks {', '.join(missing)}; "
                 "name another one, or the run folder for its newest intact one"
             )
-        load_model(self.bare, saved["model"])
+        load_model(self.bare, saved["model"], notify)
         known = Progress.__dataclass_fields__
         self.progress = Progress(**{k: v for k, v in saved["progress"].items() if k in known})
         self._count_each()
@@ -255,6 +255,8 @@ class TrainState:
                 optimizers[name],
                 saved["model"],
                 recipe_wins=name in changed_optimizers,
+                notify=notify,
+                key=f"optimizer.{name}" if name else "optimizer",
             )
             updates = self.progress.updates
             updater.learning_rate.load_state_dict(
@@ -265,7 +267,7 @@ class TrainState:
             )
         if self.ema is not None:
             if saved["ema"] is None:
-                notify("the checkpoint holds no EMA: it starts from the weights")
+                notify("the checkpoint holds no EMA (train.ema_decay): it starts from the weights")
             self.ema.load_state_dict(saved["ema"] or saved["model"])
         elif saved["ema"] is not None:
             notify("the EMA in the checkpoint is dropped: train.ema_decay is not set")
@@ -292,7 +294,7 @@ class TrainState:
         if names != own:
             was, now = (", ".join(each).strip() or "one without a name" for each in (names, own))
             difference = [f"{was} in the checkpoint, {now} in the recipe"]
-            raise CheckpointError(fit_message("the optimizers", difference))
+            raise MisfitError("the optimizers", difference, keys=("optimizer",))
         if names == [""]:
             return {"": saved["optimizer"]}, {"": saved["scheduler"]}
         return saved["optimizer"], saved["scheduler"]

@@ -129,7 +129,9 @@ def test_a_copy_for_a_checkpoint_that_is_another_is_seen(
     monkeypatch.setattr(HostMemory, "copy", lambda _, __, value: torch.zeros_like(value))
     code, rows = run(gpu_check, tmp_path / "figures.json", "host-copy")
     assert code == 1
-    assert "the copy of step 1 is another: model.first.weight differs" in rows["host-copy"]["detail"]
+    assert (
+        "the copy of step 1 is another: model.first.weight differs" in rows["host-copy"]["detail"]
+    )
 
 
 def test_the_figures_lie_under_runs_unless_a_file_is_named(

@@ -44,7 +44,7 @@ from ampctl.state import TrainState
 from ampctl.tasks import as_task
 from ampctl.train.evaluate import evaluate
 from ampctl.train.place import joined
-from ampctl.train.restore import as_damage, read
+from ampctl.train.restore import as_damage, misfits_explained, read
 
 Notify = Callable[[str], None]
 Shown = Callable[[EvalData], Iterable[Any]]
@@ -60,12 +60,13 @@ def load_model(
 ) -> nn.Module:
     """Return the bare model of a checkpoint with its weights; see :func:`ampctl.load_model`."""
     import_from_current_folder()
-    found, _, loaded = read(Path(checkpoint), (), trusted=trust, notify=log_warning)
+    found, saved, loaded = read(Path(checkpoint), (), trusted=trust, notify=log_warning)
     _, weights = chosen_weights(found.payload, found.path, ema=ema)
     place = choose_device(f"{device}")
     with rng.preserved(place):  # the program that asks has random numbers of its own
         model = _model(loaded, place)
-    _fill(model, weights, found.path)
+    with misfits_explained(found.path, found.payload, saved, loaded):
+        _fill(model, weights, found.path, log_warning)
     return model.eval()
 
 
@@ -98,14 +99,15 @@ def evaluate_checkpoint(
     ranks = from_environment()
     tell = notify if ranks.is_first else _unheard
     with ended_at_once("before the evaluation was over: it wrote nothing; run it again"):
-        found, _, loaded = read(source, overrides, trusted=trusted, notify=tell)
+        found, saved, loaded = read(source, overrides, trusted=trusted, notify=tell)
         require_split(loaded)
         with joined(loaded) as place:
             ranks = place.ranks
             path = ranks.of_first(found.path)  # the run may have saved another one meanwhile
             if path != found.path:
                 found = load(path, notify=_unheard)
-            return _evaluate(found, loaded, ranks, ema=ema, tell=tell, shown=shown)
+            with misfits_explained(found.path, found.payload, saved, loaded):
+                return _evaluate(found, loaded, ranks, ema=ema, tell=tell, shown=shown)
 
 
 def _evaluate(
@@ -127,7 +129,7 @@ def _evaluate(
     state = _state(loaded, device, precision, ranks)
     if state.precision.name != payload["dtype"]:
         tell(f"evaluating in {state.precision.name}; it was trained in {fact(payload['dtype'])}")
-    _fill(state.bare, weights, found.path)
+    _fill(state.bare, weights, found.path, tell)
     _restore(state, payload, found.path)
     try:
         metrics = evaluate(state, shown(data) if ranks.is_first else data)
@@ -212,9 +214,9 @@ def _model(loaded: LoadedRecipe, device: torch.device) -> nn.Module:
     return model
 
 
-def _fill(model: nn.Module, weights: Mapping[str, Any], path: Path) -> None:
+def _fill(model: nn.Module, weights: Mapping[str, Any], path: Path, tell: Notify) -> None:
     with as_damage(path):
-        load_weights(model, weights)
+        load_weights(model, weights, tell)
 
 
 def _restore(state: TrainState, payload: Mapping[str, Any], path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from ampctl.build import Job
 from ampctl.checkpoint import parts
 from ampctl.checkpoint.index import Entry
 from ampctl.checkpoint.store import Loaded, load
+from ampctl.environment import collect
 from ampctl.errors import CheckpointError
+from ampctl.load_state import MisfitError
 from ampctl.optim import make_skippable
 from ampctl.recipe import trust
-from ampctl.recipe.load import LoadedRecipe, parse_recipe
-from ampctl.recipe.schema import Block, by_name
+from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
+from ampctl.recipe.schema import Block, Recipe, by_name
 
 _NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
@@ -64,10 +67,12 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
     length = job.train_data.state_dict().get("num_samples")
     saved_length = saved_data.get("num_samples")
     if length is not None and saved_length is not None and length != saved_length:
+        changes = _changes_under(["data.train"], origin.saved_recipe, job.loaded)
+        cause = f" ({', '.join(changes)})" if changes else ""
         raise CheckpointError(
             f"the checkpoint does not fit the data: data.train had {saved_length} samples when it "
-            f"was saved and has {length} now, so the order of the samples cannot be continued. "
-            "Bring the data back, or start a new run."
+            f"was saved and has {length} now{cause}, so the order of the samples cannot be "
+            "continued. Bring the data back, or start a new run."
         )
     size, saved_size = job.recipe.data.batch_size, saved_recipe.data.batch_size
     if size != saved_size:
@@ -77,9 +82,15 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
             "samples. Change data.micro_batch_size instead, or start a new run."
         )
     if payload["dtype"] != job.state.precision.name:
-        notify(f"resuming in {job.state.precision.name}; it was saved in {payload['dtype']}")
+        notify(
+            f"resuming in {job.state.precision.name} (amp.dtype); it was saved in "
+            f"{payload['dtype']}"
+        )
     names = [updater.name for updater in job.state.updaters]
-    with as_damage(origin.path):
+    with (
+        as_damage(origin.path),
+        misfits_explained(origin.path, payload, origin.saved_recipe, job.loaded),
+    ):
         own = _like(job, payload)
         parts.fill(payload, origin.path, own.get if own else None)
         job.state.load_state_dict(
@@ -91,10 +102,79 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
         job.train_data.load_state_dict(saved_data)
     for updater in job.state.updaters:
         make_skippable(updater.optimizer)
+    _forget_what_changed(job, saved_recipe, notify)
     progress, steps = job.state.progress, job.train_data.steps_per_epoch
     if steps is not None and progress.batch_in_epoch >= steps:  # data.drop_last, say
         progress.epoch, progress.batch_in_epoch = progress.epoch + 1, 0
     payload.clear()  # or a second copy of the state would stay in memory for the whole run
+
+
+def _forget_what_changed(job: Job, saved: Recipe, notify: Callable[[str], None]) -> None:
+    """Let nothing be compared with, or counted on, what another setting has left in the state."""
+    progress, recipe = job.state.progress, job.recipe
+    before, after = saved.checkpoint, recipe.checkpoint
+    if (before.monitor, before.mode) != (after.monitor, after.mode):
+        progress.best, progress.best_step = None, None
+        for updater in job.state.updaters:
+            updater.learning_rate.forget_evaluations()
+        notify(
+            f"checkpoint.monitor was {before.monitor} ({before.mode}) and is {after.monitor} "
+            f"({after.mode}): the best so far is found anew"
+        )
+    was, now = saved.train.early_stop, recipe.train.early_stop
+    if was and now and (was.monitor, was.mode) != (now.monitor, now.mode):
+        progress.early_stop_best, progress.early_stop_bad = None, 0
+        notify(
+            f"train.early_stop watched {was.monitor} ({was.mode}) and watches {now.monitor} "
+            f"({now.mode}) now: patience starts anew"
+        )
+    names = ("seed", "data.shuffle")
+    order = [(saved.seed, recipe.seed), (saved.data.shuffle, recipe.data.shuffle)]
+    changed = [name for name, (old, new) in zip(names, order, strict=True) if old != new]
+    if changed and progress.batch_in_epoch:
+        notify(
+            f"{' and '.join(changed)} changed within epoch {progress.epoch}: the rest of it is of "
+            "another order, so that some of its samples come twice and others not at all"
+        )
+
+
+@contextmanager
+def misfits_explained(
+    path: Path, payload: Mapping[str, Any], saved: LoadedRecipe, loaded: LoadedRecipe
+) -> Iterator[None]:
+    """Add to a misfit what has changed since the checkpoint was saved, and what can be done."""
+    # Before it is loaded, which may empty the payload.
+    was = payload["environment"]
+    try:
+        yield
+    except MisfitError as error:
+        changes = _changes_under(error.keys, saved, loaded)
+        if not changes:
+            keys = " and ".join(error.keys)
+            code = ", ".join(_other_versions(was)) or "no version either, so the code behind it"
+            changes = [f"nothing under {keys} in the recipe; {code}"]
+        raise CheckpointError(
+            f"{error}\nchanged since it was saved: {', '.join(changes)}\n"
+            "Go on with what it was saved with, or start a new run from its weights:\n"
+            f"    ampctl train RECIPE --init-from {path}"
+        ) from error
+
+
+def _changes_under(keys: Sequence[str], saved: LoadedRecipe, loaded: LoadedRecipe) -> list[str]:
+    """Say each change of the recipe in one of some parts of it."""
+    every = recipe_changes(saved, loaded)
+    return [c for c in every if any(re.match(rf"{re.escape(key)}[.\[ ]", c) for key in keys)]
+
+
+def _other_versions(was: Mapping[str, Any]) -> list[str]:
+    """Say which versions, and which commit of the user's folder, are others than they were."""
+    now = collect()
+    names = ("ampctl", "torch", "numpy", "python")
+    found: list[tuple[str, Any, Any]] = [(name, was.get(name), now[name]) for name in names]
+    old_git, new_git = was.get("git"), now["git"]
+    if isinstance(old_git, dict) and isinstance(new_git, dict):
+        found.append(("git commit", old_git.get("commit"), new_git.get("commit")))
+    return [f"{name} {old} -> {new}" for name, old, new in found if old and new and old != new]
 
 
 def _like(job: Job, payload: dict[str, Any]) -> dict[str, Tensor]:
