@@ -73,6 +73,19 @@ def is_trusted(**blocks: str) -> bool:
         ("train", "{_target_: ampctl.data.PythonSource}"),
         ("eval", CIFAR),
         ("eval", "{_target_: torch.utils.data.ConcatDataset, a: [{_target_: ampctl.data.Digits}]}"),
+        (
+            "model",
+            "{_target_: torchvision.models.detection.fcos_resnet50_fpn, weights_backbone: null}",
+        ),
+        (
+            "model",
+            "{_target_: torchvision.models.get_model, name: fcos_resnet50_fpn, "
+            "weights_backbone: null}",
+        ),
+        ("train", "{_target_: torchvision.datasets.MNIST, root: x, download: false}"),
+        ("compile", "true"),
+        ("compile", "{mode: max-autotune, fullgraph: true, dynamic: null}"),
+        ("compile", "{backend: aot_eager}"),
         ("optimizer", "{_target_: torch.optim.SGD}"),
         ("optimizer", "{_target_: timm.optim.Lamb}"),
         ("scheduler", "{_target_: ampctl.schedules.Cosine}"),
@@ -120,6 +133,12 @@ def test_objects_that_fit_their_slot_are_trusted(slot: str, block: str) -> None:
                 "torchvision.models.get_weight",
                 "torchvision.models.list_models",
                 "torchvision.models.feature_extraction.create_feature_extractor",
+                "torchvision.models.feature_extraction.DualGraphModule",
+                "torchvision.models.resnet.conv3x3",
+                "torchvision.models.detection.backbone_utils.resnet_fpn_backbone",
+                "torchvision.models.detection.fcos_resnet50_fpn",
+                "torch.nn.Lineаr",  # the a is Cyrillic
+                "ｔorch.nn.Linear",
                 "timm.create_modell",
                 "transformers.AutoModel.from_pretrained",
                 "transformers.pipeline",
@@ -139,6 +158,10 @@ def test_objects_that_fit_their_slot_are_trusted(slot: str, block: str) -> None:
         ("train", "{_target_: torchvision.datasets.DatasetFolder, root: x, loader: y}"),
         ("train", "{_target_: ampctl.data.order.Order}"),
         ("compile", "{backend: {_target_: torch.nn.Linear}}"),
+        ("compile", "{backend: evil}"),
+        ("compile", "{mode: evil}"),
+        ("compile", "{options: {cpp.cxx: [./evil]}}"),
+        ("compile", "{options: {max_autotune: true}}"),
         # hidden inside a good one
         ("model", "{_target_: torch.nn.Sequential, a: [{b: {_target_: os.system, command: x}}]}"),
         (
@@ -152,6 +175,13 @@ def test_objects_that_fit_their_slot_are_trusted(slot: str, block: str) -> None:
         ("model", "{_target_: timm.create_model, model_name: 'hf-hub:evil/model'}"),
         ("model", "{_target_: timm.create_model, model_name: r, pretrained_cfg: {url: x}}"),
         ("model", "{_target_: torchvision.models.resnet18, weights: DEFAULT}"),
+        ("model", "{_target_: torchvision.models.get_model, name: FCOS_resnet50_fpn}"),
+        ("train", "{_target_: torchvision.datasets.MNIST, root: x, download: true}"),
+        ("model", GPT2.format("backbone: evil")),
+        ("model", GPT2.format("name_or_path: evil")),
+        ("model", GPT2.format("sub: [{_name_or_path: evil}]")),
+        ("model", GPT2.format("target_lang: evil")),
+        ("model", GPT2.format("use_kernels: true")),
         ("model", GPT2.format("auto_map: {a: b}")),
         ("model", GPT2.format("attn_implementation: evil/kernel")),
         ("model", GPT2.format("_attn_implementation: flash_attention_2")),
@@ -228,6 +258,13 @@ def test_a_recipe_trained_here_is_trusted_and_one_that_differs_in_text_is_not() 
     assert not is_trusted(model=mine.replace("a.bin", "b.bin"))
     assert not is_trusted(model=mine.replace("Net", "Other"))
     assert not is_trusted(model=mine, task="{_target_: my_net.Task}")
+
+
+def test_options_of_the_compiler_are_trusted_as_they_were_trained() -> None:
+    mine = {"model": "{_target_: my_net.Net}", "compile": "{options: {cpp.cxx: [clang]}}"}
+    assert record(recipe(**mine))
+    assert is_trusted(**mine)
+    assert not is_trusted(**{**mine, "compile": "{options: {cpp.cxx: [evil]}}"})
 
 
 def test_the_record_is_private_and_has_each_recipe_once() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ampctl.recipe.schema import TARGET
-from ampctl.recipe.target import locate
+from ampctl.recipe.target import locate, parameters_of
 
 _SLOTS = types.MappingProxyType(
     {
@@ -107,7 +107,19 @@ _TORCHVISION_DATASETS = frozenset(
 # Arguments that fetch files or code: each is refused unless it is off.
 _FETCHING = re.compile(
     r".*pretrained.*|.*remote.*|weights|weights_backbone|checkpoint_path|cache_dir|auto_map"
-    r"|allow_all_kernels|quantization_config"
+    r"|allow_all_kernels|use_kernels|kernel_config|quantization_config|download|target_lang"
+    r"|_?name_or_path"
+)
+_BACKBONE = "backbone"  # as a text the name of a repository
+# What may be said to torch.compile: its options name compilers, libraries and folders.
+_COMPILE = types.MappingProxyType(
+    {
+        "backend": ("inductor", "eager", "aot_eager", "cudagraphs"),
+        "mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        "fullgraph": (True, False),
+        "dynamic": (True, False),
+        "disable": (True, False),
+    }
 )
 _OWN_ATTENTION = ("eager", "sdpa")  # others may be fetched from the hub
 
@@ -124,7 +136,18 @@ def objection(key: str, block: Mapping[str, Any]) -> str:
     ]
     if not any(_fits(path, rule) for rule in rules):
         return f"not known as safe for {slot or key}"
+    if path.startswith("torchvision.models.") and _fetches_by_default(path, block):
+        return "it fetches a backbone unless weights_backbone is null"
     return _argument_objection(block, names_no_place=path.startswith(("transformers.", "timm.")))
+
+
+def compile_objection(options: Any) -> str:
+    """Say why ``train.compile`` may not be handed to torch for a stranger; "" if it may."""
+    for name, value in options.items() if isinstance(options, Mapping) else ():
+        allowed = _COMPILE.get(name, ())
+        if value is not None and not any(value is each or value == each for each in allowed):
+            return f"its argument {name} may name a program to run"
+    return ""
 
 
 def _slot(key: str) -> tuple[str, bool]:
@@ -146,6 +169,7 @@ def _fits(path: str, rule: _Rule) -> bool:
         return False
     if inspect.isclass(found):
         is_listed = rule.module != "torchvision.datasets" or parts[-1] in _TORCHVISION_DATASETS
+        is_listed &= not _is_traced(found)
         return is_listed and issubclass(found, base) and _is_under(found.__module__, rule.home)
     return rule.base == _MODULE and _is_model_function(found, path, rule)
 
@@ -165,15 +189,34 @@ def _walk(module_name: str, parts: list[str]) -> Any:
 
 
 def _is_model_function(found: Any, path: str, rule: _Rule) -> bool:
-    """Tell a function that returns a model: timm's factory, or a builder of torchvision."""
+    """Tell a function that returns a model: timm's factory, or one that torchvision lists."""
     if path == "timm.create_model":
         return True
     if not inspect.isfunction(found) or rule.module != "torchvision.models":
         return False
-    returned = inspect.signature(found).return_annotation
-    is_model = inspect.isclass(returned) and issubclass(returned, locate(_MODULE))
-    is_traced = _is_under(found.__module__, "torchvision.models.feature_extraction")
-    return is_model and not is_traced and _is_under(found.__module__, rule.home)
+    return path == "torchvision.models.get_model" or found in _torchvision_builders().values()
+
+
+def _is_traced(found: Any) -> bool:
+    """Tell a class of torchvision that writes its own code and runs it."""
+    return _is_under(found.__module__, "torchvision.models.feature_extraction")
+
+
+def _torchvision_builders() -> dict[str, Any]:
+    """Return the functions that torchvision lists as models, by name."""
+    models = importlib.import_module("torchvision.models")
+    return {name: models.get_model_builder(name) for name in models.list_models()}
+
+
+def _fetches_by_default(path: str, block: Mapping[str, Any]) -> bool:
+    """Tell a model that fetches the weights of its backbone where nothing is said of them."""
+    if "weights_backbone" in block:
+        return False  # which is looked at by itself
+    found = locate(path)
+    if path == "torchvision.models.get_model":
+        found = _torchvision_builders().get(f"{block.get('name')}".lower())
+    default = parameters_of(found).get("weights_backbone")
+    return default is not None and default.default is not None
 
 
 def _argument_objection(value: Any, *, names_no_place: bool) -> str:
@@ -190,6 +233,7 @@ def _argument_objection(value: Any, *, names_no_place: bool) -> str:
     for name, item in items:
         if item and (
             _FETCHING.fullmatch(name)
+            or (name == _BACKBONE and isinstance(item, str))
             or ("attn_implementation" in name and item not in _OWN_ATTENTION)
         ):
             return f"its argument {name} may load files or code"

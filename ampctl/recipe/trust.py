@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ampctl.errors import CheckpointError
 from ampctl.recipe.load import LoadedRecipe, to_plain
-from ampctl.recipe.safe import objection
+from ampctl.recipe.safe import compile_objection, objection
 from ampctl.recipe.schema import TARGET
 from ampctl.recipe.target import blocks
 
@@ -51,6 +52,9 @@ def require_trusted(loaded: LoadedRecipe, *, trust: bool) -> list[str]:
         reason = objection(key, block)
         if reason:
             foreign.append(f"{key}: {block[TARGET]} ({reason})")
+    reason = compile_objection(loaded.recipe.train.compile)
+    if reason:
+        foreign.append(f"train.compile: torch.compile ({reason})")
     if not foreign or trust:
         return foreign
     listing = "\n".join(f"    {line}" for line in foreign)
@@ -76,6 +80,8 @@ def _is_recorded(loaded: LoadedRecipe) -> bool:
 def _fingerprint(loaded: LoadedRecipe) -> str:
     """Digest what steers the code of a recipe: the targets and their arguments but for numbers."""
     steering = [[key, _without_numbers(block)] for key, block in blocks(to_plain(loaded.recipe))]
+    if isinstance(loaded.recipe.train.compile, Mapping):
+        steering.append(["train.compile", _without_numbers(to_plain(loaded.recipe.train.compile))])
     return hashlib.sha256(json.dumps(steering, sort_keys=True).encode()).hexdigest()
 
 

@@ -258,8 +258,11 @@ def _check_together(where: str, found: Validation) -> None:
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     name = found.values.get("name")
-    if isinstance(name, str) and (name in (".", "..") or re.search(r"[/\\\x00-\x1f]", name)):
-        tell("name", f"got {name!r}; allowed: a name for a folder", "leave out slashes")
+    if isinstance(name, str) and (
+        name in (".", "..") or re.search(r"[/\\]", name) or not name.isprintable()
+    ):
+        advice = "leave out slashes and what cannot be seen"
+        tell("name", f"got {name!r}; allowed: a name for a folder", advice)
     is_read = found.values.get("train") is not _INVALID or "train.max_steps" in found.values
     limits = (found.values.get(f"train.max_{unit}") for unit in ("steps", "epochs"))
     if is_read and all(limit is None for limit in limits):
