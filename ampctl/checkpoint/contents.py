@@ -1,6 +1,6 @@
 """What a checkpoint holds, as plain facts; nothing is built, and nothing is taken on trust.
 
-The content may be a stranger's: it may nest without end, claim tensors that are larger than its
+The content may be a stranger's: it may hold itself, claim tensors that are larger than its
 file, or spell names that would steer a terminal.
 """
 
@@ -11,14 +11,12 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ampctl.checkpoint import parts
-from ampctl.checkpoint.file import UnusableCheckpointError
 from ampctl.checkpoint.store import Loaded
 from ampctl.errors import RecipeError, printable
 from ampctl.plain import nonfinite
@@ -27,7 +25,6 @@ from ampctl.recipe.load import parse_recipe
 PARTS = ("model", "ema", "optimizer")
 """The keys of a checkpoint that are counted by themselves; what else there is, is the rest."""
 
-_DEEPEST = 100
 _LONGEST_TEXT = 500
 _MOST_FACTS = 5000
 _NAMED = (Tensor, dict, list, tuple)
@@ -42,10 +39,10 @@ def describe(found: Loaded) -> Facts:
     ``parts`` has, for the model, the EMA, the optimizer and the rest, how many ``tensors`` they
     have, their ``values`` by dtype, and the ``bytes`` of the file that they take. What two names
     share (tied weights) counts once, for the first. ``nonfinite`` names the tensors with a NaN or
-    an infinity. Raises CheckpointError for content that nests too deep.
+    an infinity.
     """
     payload, path = found.payload, found.path
-    tensors = list(named_tensors(payload, path))
+    tensors = list(named_tensors(payload))
     text, progress = payload["recipe"], payload["progress"]
     return {
         "path": printable(f"{path}"),
@@ -145,25 +142,21 @@ def word(value: Any) -> str:
     return f"{value}" if is_short else f"({type(value).__name__})"
 
 
-def named_tensors(payload: dict[str, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(payload: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor with its name; a container that is held twice is looked into once."""
-    stack = [(word(key), value, 1) for key, value in reversed(payload.items())]
+    stack = [(word(key), value) for key, value in reversed(payload.items())]
     seen: set[int] = set()
     while stack:
-        name, value, depth = stack.pop()
+        name, value = stack.pop()
         if isinstance(value, Tensor):
             yield name, value
             continue
         if not isinstance(value, dict | list | tuple) or id(value) in seen:
             continue
         seen.add(id(value))
-        if depth > _DEEPEST:
-            raise UnusableCheckpointError(
-                path, f"{name[:60]}... nests deeper than {_DEEPEST}", "name another one"
-            )
         items = value.items() if isinstance(value, dict) else enumerate(value)
         inside = [
-            (f"{name}.{word(key)}"[:_LONGEST_TEXT], item, depth + 1)
+            (f"{name}.{word(key)}"[:_LONGEST_TEXT], item)
             for key, item in items
             if isinstance(item, _NAMED)
         ]

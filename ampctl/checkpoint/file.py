@@ -20,7 +20,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
-from ampctl.checkpoint import disk
+from ampctl.checkpoint import archive, disk
 from ampctl.errors import CheckpointError, printable
 
 FORMAT = "ampctl"
@@ -124,12 +124,15 @@ def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> 
             record = None if sealed else zipfile.ZipFile(file).testzip()
             if record is not None:
                 raise damaged(path, f"its record {record} fails its CRC-32")
+            archive.examine(file, comment=_SEAL_SIZE if sealed else 0)
             file.seek(0)
-            payload = torch.load(
-                path if mmap else file, map_location="cpu", weights_only=True, mmap=mmap
+            payload = archive.settled(
+                torch.load(path if mmap else file, map_location="cpu", weights_only=True, mmap=mmap)
             )
         except CheckpointError:
             raise
+        except archive.ForgedError as error:
+            raise damaged(path, f"{error}") from error
         except pickle.UnpicklingError as error:
             raise _unsafe(path, error) from error
         except Exception as error:

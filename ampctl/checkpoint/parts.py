@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ampctl.checkpoint import disk, file
+from ampctl.checkpoint import archive, disk, file
 from ampctl.checkpoint.file import UnusableCheckpointError, Written
 from ampctl.distributed.failure import comes_of_others, is_timeout
 from ampctl.distributed.ranks import Writers
@@ -275,6 +275,12 @@ def _reader(path: Path, parts: Collection[str]) -> Any:
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return _read_metadata(path, parts)
+
+        def _slice_file(self, file: Any, sinfo: Any) -> Any:
+            piece = io.BytesIO(super()._slice_file(file, sinfo).read())
+            archive.examine(piece, comment=0)
+            piece.seek(0)
+            return piece
 
     return Reader(path)
 

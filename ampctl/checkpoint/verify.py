@@ -189,7 +189,7 @@ def _content(payload: dict[str, Any], path: Path, entry: Entry | None) -> tuple[
         return UNUSABLE, f"it is of step {payload['progress']['step']}, not {entry.step}"
     if parts.is_folder(path):
         parts.fill(payload, path)
-    tensors = dict(named_tensors(payload, path))
+    tensors = dict(named_tensors(payload))
     strange = [name for name, tensor in tensors.items() if not _has_values(tensor)]
     if strange:
         return UNUSABLE, f"it holds what is no plain tensor in {first_of(strange)}"

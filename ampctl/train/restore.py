@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ampctl.build import Job
 from ampctl.checkpoint import parts
+from ampctl.checkpoint.file import NAME_ANOTHER, UnusableCheckpointError
 from ampctl.checkpoint.index import Entry
 from ampctl.checkpoint.store import Loaded, load
 from ampctl.environment import collect
-from ampctl.errors import CheckpointError
+from ampctl.errors import CheckpointError, RecipeError
 from ampctl.load_state import MisfitError
 from ampctl.optim import make_skippable
 from ampctl.recipe import trust
@@ -53,10 +54,20 @@ def read(
     """
     found = load(source, notify=notify, in_parts=in_parts)
     text, name = found.payload["recipe"], f"recipe of {found.path.name}"
-    saved = parse_recipe(text, where=name)
+    saved = saved_recipe(found)
     for line in trust.require_trusted(saved, trust=trusted):
         notify(f"trusted: {line}")
     return found, saved, parse_recipe(text, where=name, overrides=overrides)
+
+
+def saved_recipe(found: Loaded) -> LoadedRecipe:
+    """Return the recipe in a checkpoint; raise CheckpointError if it is none of this version."""
+    try:
+        return parse_recipe(found.payload["recipe"], where=f"recipe of {found.path.name}")
+    except RecipeError as error:
+        first = f"{error.problems[0]}".splitlines()[0]
+        reason = f"its recipe cannot be read ({first[:200]})"
+        raise UnusableCheckpointError(found.path, reason, NAME_ANOTHER) from error
 
 
 def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:

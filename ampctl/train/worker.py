@@ -38,7 +38,7 @@ from ampctl.errors import (
     UsageError,
 )
 from ampctl.recipe import trust
-from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
+from ampctl.recipe.load import LoadedRecipe, recipe_changes
 from ampctl.recipe.target import import_from_current_folder
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
@@ -49,7 +49,7 @@ from ampctl.train.init_from import InitFrom, build
 from ampctl.train.log import RunLog, log_file
 from ampctl.train.loop import evaluation_was_cut_off, finished, fit
 from ampctl.train.place import Place, joined
-from ampctl.train.restore import Origin, read, restore
+from ampctl.train.restore import Origin, read, restore, saved_recipe
 from ampctl.train.run import Run
 from ampctl.train.save import finish, look
 
@@ -166,8 +166,7 @@ def _newest(run_dir: Path, notes: list[str], ranks: Ranks) -> Origin | None:
     if path is None:
         return None
     found = found or _as_first(path, ranks)
-    saved = parse_recipe(found.payload["recipe"], where=found.path.name)
-    return Origin(found.path, found.payload, saved)
+    return Origin(found.path, found.payload, saved_recipe(found))
 
 
 def _as_first(path: Path, ranks: Ranks) -> Loaded:
