@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ampctl.errors import CheckpointError, first_of
 from ampctl.optim import KERNEL_CHOICES, state_names
+from ampctl.saved import fitting_state, require_groups
 
 _SHOWN = 8
 
@@ -78,21 +79,27 @@ def _misfits(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]
     return lines
 
 
-def load_model(model: nn.Module, state: Mapping[str, Any], notify: Notify) -> None:
-    """Load weights strictly. Raises MisfitError that lists by name what does not fit.
-
-    Values are rounded to the model's dtypes, which ``notify`` is told where that loses some.
-    """
+def require_fit(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise MisfitError that lists by name what of saved weights does not fit."""
     own = model.state_dict()
     lines = _misfits(own, state)
     if lines:
         every = own.keys() | state.keys()
         raise MisfitError(
             "model",
-            [f"{name}: {why}" for name, why in sorted(lines.items())],
+            [f"{name}: {why}" for name, why in sorted(lines.items(), key=str)],
             fits=f"{len(every) - len(lines)} of {len(every)} tensors fit",
             keys=("model",),
         )
+
+
+def load_model(model: nn.Module, state: Mapping[str, Any], notify: Notify) -> None:
+    """Load weights strictly. Raises MisfitError that lists by name what does not fit.
+
+    Values are rounded to the model's dtypes, which ``notify`` is told where that loses some.
+    """
+    require_fit(model, state)
+    own = model.state_dict()
     rounded = [name for name, value in own.items() if _loses(state[name], value)]
     if rounded:
         saved, now = (_dtype(each[rounded[0]]) for each in (state, own))
@@ -142,10 +149,12 @@ def load_optimizer(
             fits=_how_many_stay(own, saved),
             keys=("optimizer", "model"),
         )
+    require_groups(state["param_groups"], own_groups)
     useless = _state_difference(optimizer, state, key)
     if useless:
         kind, names = type(optimizer).__name__, ", ".join(sorted(useless))
         notify(f"{key}: {kind} has no use for {names} of the checkpoint, which is dropped")
+    state = {**state, "state": fitting_state(optimizer, state, weights)}
     from_recipe = [
         {name: value for name, value in group.items() if name not in ("params", "param_names")}
         for group in own_groups

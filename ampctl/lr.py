@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ampctl.errors import CheckpointError
+from ampctl.saved import is_like, rates
 
 FUNCTION = "function"
 """The kind of a schedule that is a pure function of updates, in a checkpoint."""
@@ -82,7 +83,7 @@ class FunctionSchedule:
     ) -> None:
         """Go on after ``updates`` updates; a pure function needs nothing else."""
         self._updates = updates
-        saved = state["base_lrs"]
+        saved = rates(state["base_lrs"], "scheduler.base_lrs")
         if not new_base and state["kind"] == FUNCTION and len(saved) == len(self._base):
             self._base = list(saved)
         if self._factor is None:
@@ -142,14 +143,20 @@ class TorchSchedule:
         own: dict[str, Any] = dict(self._scheduler.state_dict())
         # A run that is made longer follows OneCycleLR's new plan, from the same update on.
         kept = [name for name in own if name not in _COUNTERS] if new_plan else _PLAN
-        self._scheduler.load_state_dict(
-            dict(state["state"]) | {name: own[name] for name in kept if name in own}
-        )
-        if new_base and len(state["base_lrs"]) == len(self._base):
+        saved = {name: value for name, value in state["state"].items() if name in own}
+        for name, value in saved.items():  # torch makes each an attribute, whatever it is
+            is_fit = type(value) in (int, float) if name == "best" else is_like(value, own[name])
+            if name not in (*_COUNTERS, "base_lrs") and isinstance(value, int | float):
+                is_fit &= value > 0 or not own[name] > 0  # a period of 0 steps, say
+            if not is_fit:
+                raise TypeError(f"scheduler.state.{name} is no {type(own[name]).__name__}")
+        base = rates(state["base_lrs"], "scheduler.base_lrs")
+        self._scheduler.load_state_dict(saved | {n: own[n] for n in kept if n in own})
+        if new_base and len(base) == len(self._base):
             groups = self._optimizer.param_groups
-            for group, new, old in zip(groups, self._base, state["base_lrs"], strict=True):
+            for group, new, old in zip(groups, self._base, base, strict=True):
                 group["lr"] = group["lr"] * new / old if old else new
             if hasattr(self._scheduler, "base_lrs"):
                 self._scheduler.base_lrs = list(self._base)
         else:
-            self._base = list(state["base_lrs"])
+            self._base = base

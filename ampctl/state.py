@@ -16,8 +16,9 @@ from ampctl.buffers import BufferGuard
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import WeightAverage
 from ampctl.errors import CheckpointError
-from ampctl.load_state import MisfitError, load_model, load_optimizer
+from ampctl.load_state import MisfitError, load_model, load_optimizer, require_fit
 from ampctl.recipe.schema import AmpConfig
+from ampctl.saved import require_counts, require_scale
 from ampctl.tasks import Task, asks_for, has_own
 from ampctl.updater import Rewind, Updater, one_or_by_name
 
@@ -244,6 +245,8 @@ class TrainState:
                 f"the checkpoint cannot be used: it lacks {', '.join(missing)}; "
                 "name another one, or the run folder for its newest intact one"
             )
+        require_counts(saved["progress"])
+        require_scale(saved["scaler"])
         load_model(self.bare, saved["model"], notify)
         known = Progress.__dataclass_fields__
         self.progress = Progress(**{k: v for k, v in saved["progress"].items() if k in known})
@@ -268,6 +271,7 @@ class TrainState:
         if self.ema is not None:
             if saved["ema"] is None:
                 notify("the checkpoint holds no EMA (train.ema_decay): it starts from the weights")
+            require_fit(self.bare, saved["ema"] or saved["model"])
             self.ema.load_state_dict(saved["ema"] or saved["model"])
         elif saved["ema"] is not None:
             notify("the EMA in the checkpoint is dropped: train.ema_decay is not set")

@@ -41,6 +41,7 @@ FLOORS = {
     "lr": 1,
     "models": 1,
     "optim": 1,
+    "saved": 1,
     "schedules": 1,
     "tasks": 1,
     "build": 2,

@@ -17,9 +17,10 @@ from ampctl.checkpoint.file import NAME_ANOTHER, UnusableCheckpointError
 from ampctl.checkpoint.index import Entry
 from ampctl.checkpoint.store import Loaded, load
 from ampctl.environment import collect
-from ampctl.errors import CheckpointError, RecipeError
+from ampctl.errors import CheckpointError, RecipeError, first_of
 from ampctl.load_state import MisfitError
 from ampctl.optim import make_skippable
+from ampctl.plain import nonfinite
 from ampctl.recipe import trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.schema import Block, Recipe, by_name
@@ -74,7 +75,9 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
     """Load the checkpoint into the job. Raises CheckpointError for what does not fit."""
     payload = origin.payload
     saved_recipe = origin.saved_recipe.recipe
-    saved_data = payload["data"] or {}
+    saved_data = {} if payload["data"] is None else payload["data"]
+    with as_damage(origin.path):
+        _require_data(saved_data)
     length = job.train_data.state_dict().get("num_samples")
     saved_length = saved_data.get("num_samples")
     if length is not None and saved_length is not None and length != saved_length:
@@ -111,6 +114,11 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
             changed_schedulers=_changed(saved_recipe.scheduler, job.recipe.scheduler, names),
         )
         job.train_data.load_state_dict(saved_data)
+        held = {key: payload[key] for key in ("model", "optimizer", "ema")}
+        bad = nonfinite(held, by_design=job.state.nonfinite_by_design)
+    if bad:
+        reason = f"it holds NaN or infinity in {first_of(bad)}"
+        raise UnusableCheckpointError(origin.path, reason, NAME_ANOTHER)
     for updater in job.state.updaters:
         make_skippable(updater.optimizer)
     _forget_what_changed(job, saved_recipe, notify)
@@ -186,6 +194,15 @@ def _other_versions(was: Mapping[str, Any]) -> list[str]:
     if isinstance(old_git, dict) and isinstance(new_git, dict):
         found.append(("git commit", old_git.get("commit"), new_git.get("commit")))
     return [f"{name} {old} -> {new}" for name, old, new in found if old and new and old != new]
+
+
+def _require_data(state: Any) -> None:
+    """Raise TypeError for a state of the data that none can be."""
+    if not isinstance(state, dict):
+        raise TypeError(f"`data` is a {type(state).__name__}")
+    for name in state.keys() & {"num_samples", "seed"}:
+        if type(state[name]) is not int:
+            raise TypeError(f"`data.{name}` is a {type(state[name]).__name__}")
 
 
 def _like(job: Job, payload: dict[str, Any]) -> dict[str, Tensor]:
