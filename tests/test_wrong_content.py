@@ -121,7 +121,7 @@ def require_told(payload: dict[str, Any], path: tuple[Any, ...], new: Any) -> No
     told = (path, new, result.output, result.exc_info)
     assert result.exit_code in (0, 4), told
     assert result.stderr.count("error: ") == (1 if result.exit_code else 0), told
-    if result.exit_code == 0 and Path("b").exists():  # else it was complete already
+    if result.exit_code == 0 and Path("b/checkpoints/latest.pt").exists():  # else it was complete
         weights = torch.load("b/checkpoints/latest.pt", weights_only=True)["model"]
         assert all(torch.isfinite(weight).all() for weight in weights.values()), told
 
