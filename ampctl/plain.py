@@ -251,7 +251,10 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """Return the stored elements of a tensor in a dtype that has reductions (float8 has none)."""
+    """Return the stored elements of a tensor in a dtype that has reductions (float8 has none).
+
+    Of a sharded one these are this rank's.
+    """
     values = local(tensor.detach())
     if values.layout == torch.sparse_coo:
         values = values.coalesce().values()

@@ -115,7 +115,9 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
         )
         job.train_data.load_state_dict(saved_data)
         held = {key: payload[key] for key in ("model", "optimizer", "ema")}
-        bad = nonfinite(held, by_design=job.state.nonfinite_by_design)
+        own_bad = nonfinite(held, by_design=job.state.nonfinite_by_design)
+    every = job.state.ranks.gather(own_bad)  # all ranks: each has seen its part of sharded ones
+    bad = list(dict.fromkeys(name for names in every for name in names))
     if bad:
         reason = f"it holds NaN or infinity in {first_of(bad)}"
         raise UnusableCheckpointError(origin.path, reason, NAME_ANOTHER)
