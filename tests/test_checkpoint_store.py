@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -23,7 +25,8 @@ from hypothesis import strategies as st
 
 from ampctl.checkpoint import disk, file, lock
 from ampctl.checkpoint.index import Entry, read_index
-from ampctl.checkpoint.store import NoCheckpointError, Store, load, ranked, retained
+from ampctl.checkpoint.retention import ranked, retained
+from ampctl.checkpoint.store import NoCheckpointError, Store, load
 from ampctl.errors import CheckpointError, MachineError, UsageError
 from ampctl.monitor import is_better
 from ampctl.plain import nonfinite, snapshot
@@ -505,6 +508,41 @@ def test_a_full_disk_leaves_the_files_before_and_says_how_much_is_missing(
     saver.save(payload(300, size=large), step=300, metrics={})
     saver.close()
     assert load(small_disk, notify=silent).payload["progress"]["step"] == 300
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EDQUOT, "the quota of this user or folder is used up"),
+        (errno.EFBIG, r"bytes are needed, more than one file may have here .*ulimit -f"),
+        (errno.EIO, "the disk or its connection fails"),
+        (errno.ENOENT, "its folder is gone"),
+    ],
+)
+def test_a_fault_of_the_disk_has_words_of_its_own(tmp_path, monkeypatch, number, words):
+    saver = store(tmp_path)
+    saver.save(payload(100), step=100, metrics={})
+    with monkeypatch.context() as patched:
+
+        def fail(descriptor: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(MachineError, match=words):
+            saver.save(payload(200), step=200, metrics={})
+    assert load(tmp_path, notify=silent).payload["progress"]["step"] == 100
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_a_folder_of_checkpoints_that_someone_removed_is_made_anew(tmp_path):
+    folder = run_of(tmp_path, [100])
+    saver = store(tmp_path)
+    shutil.rmtree(folder)
+    saver.save(payload(200), step=200, metrics={})
+    assert load(tmp_path, notify=silent).payload["progress"]["step"] == 200
+    shutil.rmtree(tmp_path)
+    with pytest.raises(MachineError, match="its folder is gone"):
+        saver.save(payload(300), step=300, metrics={})
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -58,7 +59,8 @@ def ampctl(*argv: str, code: int = 0) -> Result:
         assert told == 0
     else:
         assert told == 1, result.stderr
-        assert result.stderr.startswith("error: ")
+        said = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+        assert said[0].startswith("error: ")
         assert "error: " not in result.stdout
         assert not Path("runs").exists()  # no folder is left of a run that never began
     assert "Traceback" not in result.stderr
@@ -356,6 +358,10 @@ def test_a_full_disk_ends_with_5_and_what_is_saved_stays(mount: Any, asynchronou
     result = ampctl("train", "recipe.yaml", "--run-dir", f"{disk}/d", *options, code=5)
     assert "no room to write" in result.stderr
     assert "bytes are free (No space left on device)" in result.stderr
+    warning = result.stderr.splitlines()[0]
+    assert result.stderr.count("warning: the disk of ") == 1
+    assert "and up to 102 of them will be there at once" in warning
+    assert re.search(r"which takes [0-9,]+ bytes more; [0-9,]+ bytes are free$", warning)
     assert not list((disk / "d").rglob("*.tmp"))
     saved = last(disk / "d")["progress"]["step"]
     # With room again, it goes on from there.
@@ -365,6 +371,36 @@ def test_a_full_disk_ends_with_5_and_what_is_saved_stays(mount: Any, asynchronou
     result = ampctl("resume", f"{disk}/d")
     assert f"going on from step-{saved:08d}.pt" in result.stdout
     assert_same(last(disk / "d"), last(train("whole", *options)))
+
+
+def test_a_full_disk_is_left_by_keeping_fewer_files(mount: Any) -> None:
+    disk = mount("size=300k")
+    options = ("model.width=250", "checkpoint.every_steps=1", "checkpoint.keep_best=0")
+    line = ("train", "recipe.yaml", "--run-dir", f"{disk}/d", *options, "checkpoint.keep_last=100")
+    told = ampctl(*line, code=5).stderr
+    assert "`ampctl resume RUN checkpoint.keep_last=1` removes older checkpoints before" in told
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while True:  # not a byte is left
+            file.write(b"x" * 4096)
+    ampctl("resume", f"{disk}/d", "checkpoint.keep_last=1")
+    assert len(list((disk / "d/checkpoints").glob("step-*.pt"))) == 1
+    assert not list((disk / "d").rglob("*.tmp"))
+    assert_same(last(disk / "d"), last(train("whole", *options)))
+
+
+def test_requeued_past_a_damaged_file_keeps_the_one_it_goes_on_from(run_dir: Path) -> None:
+    newest = (run_dir / "checkpoints" / "latest.pt").resolve()
+    newest.write_bytes(newest.read_bytes()[:1000])
+    options = ("train.max_epochs=3", "checkpoint.keep_last=1", "checkpoint.keep_best=0")
+    line = ("train", "recipe.yaml", "--run-dir", "d", "--resume", "auto", *options)
+    result = ampctl(*line)
+    assert result.stderr.count("\n") == 1
+    assert f"checkpoint {newest.name} cannot be used (it is damaged" in result.stderr
+    assert result.stderr.endswith("going on from step-00000003.pt\n")
+    aside = f"abandoned-{newest.name}"
+    assert f"{newest.name} is put aside as {aside}; remove it when you like" in result.stdout
+    assert (run_dir / "checkpoints" / aside).stat().st_size == 1000
+    assert_same(last(run_dir), last(train("whole", *options)))
 
 
 def test_a_fault_of_the_users_own_code_is_a_traceback_and_1(folder: Path) -> None:

@@ -11,19 +11,30 @@ from pathlib import Path
 
 from ampctl.errors import MachineError
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
 
 def temporary(path: Path) -> Path:
     """Return where the bytes are written that `publish` moves to ``path``."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def discard(tmp: Path) -> None:
-    """Remove a temporary file or folder, if it is there, while another error is on its way."""
-    if tmp.is_dir():
-        shutil.rmtree(tmp, ignore_errors=True)
-        return
-    with contextlib.suppress(OSError):
-        tmp.unlink()
+def discard(*temporaries: Path) -> None:
+    """Remove temporary files or folders, if they are there; another error may be on its way."""
+    for tmp in temporaries:
+        if tmp.is_dir():
+            shutil.rmtree(tmp, ignore_errors=True)
+            continue
+        with contextlib.suppress(OSError):
+            tmp.unlink()
+
+
+def set_aside(path: Path) -> Path:
+    """Give a file or folder that is to be removed a temporary name, and return that."""
+    going = temporary(path)
+    with contextlib.suppress(FileNotFoundError):  # someone has removed it
+        os.replace(path, going)
+    return going
 
 
 def publish(tmp: Path, path: Path) -> None:
@@ -81,14 +92,47 @@ def sync_folder(folder: Path) -> None:
 
 def fault(path: Path, error: OSError, needed: int) -> MachineError:
     """Say in words why ``path`` could not be written; ``needed`` is its size in bytes, or 0."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(path.parent).free
-        size = f"{needed:,} bytes are needed, " if needed else ""
+    reason = error.strerror or f"{error}"
+    size = f"{needed:,} bytes are needed, " if needed else ""
+    if error.errno == errno.ENOSPC:
         return MachineError(
-            f"no room to write {path}: {size}{free:,} bytes are free ({error.strerror}); the "
-            "checkpoints before it are intact: make room or lower checkpoint.keep_last, then resume"
+            f"no room to write {path}: {size}{_free(path)} ({reason}); {_INTACT}: make room, "
+            f"then resume. {_DROPS}"
+        )
+    if error.errno == errno.EDQUOT:
+        return MachineError(
+            f"no room to write {path}: {size}the quota of this user or folder is used up "
+            f"({reason}); {_INTACT}: remove files that count in it or ask for more, then resume. "
+            f"{_DROPS}"
+        )
+    if error.errno == errno.EFBIG:
+        return MachineError(
+            f"cannot write {path}: {size}more than one file may have here ({reason}); {_INTACT}: "
+            "raise the limit (`ulimit -f`) or, if it is the file system's, go on elsewhere with "
+            "`ampctl resume RUN --run-dir DIR`"
+        )
+    if error.errno == errno.EIO:
+        return MachineError(
+            f"cannot write {path}: {reason}: the disk or its connection fails; what is saved is "
+            "as good as it: `ampctl verify RUN` tells which checkpoints are intact, and "
+            "`ampctl resume RUN --run-dir DIR` goes on on another disk"
+        )
+    if error.errno == errno.ENOENT:
+        return MachineError(
+            f"cannot write {path}: its folder is gone: someone has removed or renamed it, or its "
+            "disk is no longer there; bring it back and resume, or train with another --run-dir"
         )
     return MachineError(
-        f"cannot write {path}: {error.strerror or error}; make its folder writable or give another "
-        "--run-dir"
+        f"cannot write {path}: {reason}; make its folder writable or give another --run-dir"
     )
+
+
+_INTACT = "the checkpoints before it are intact"
+_DROPS = "(`ampctl resume RUN checkpoint.keep_last=1` removes older checkpoints before it saves.)"
+
+
+def _free(path: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(path.parent).free:,} bytes are free"
+    except OSError:  # the folder is gone too
+        return "how many are free is not known"

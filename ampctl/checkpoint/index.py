@@ -107,14 +107,25 @@ def parse_index(folder: Path) -> list[Entry] | None:
 
 def write_index(folder: Path, entries: Sequence[Entry]) -> None:
     """Replace the index, atomically and down to the disk; non-finite metrics become text."""
+    disk.write_bytes(folder / INDEX, _content(entries))
+
+
+def is_current(folder: Path, entries: Sequence[Entry]) -> bool:
+    """Return whether the index on the disk has these entries, and nothing else."""
+    try:
+        return (folder / INDEX).read_bytes() == _content(entries)
+    except OSError:
+        return False
+
+
+def _content(entries: Sequence[Entry]) -> bytes:
     rows = [asdict(entry) for entry in entries]
     for row in rows:
         row["metrics"] = {
             name: value if math.isfinite(value) else str(value)
             for name, value in row["metrics"].items()
         }
-    content = json.dumps(rows, indent=1, allow_nan=False) + "\n"
-    disk.write_bytes(folder / INDEX, content.encode())
+    return (json.dumps(rows, indent=1, allow_nan=False) + "\n").encode()
 
 
 def _entry(raw: dict[str, Any]) -> Entry:

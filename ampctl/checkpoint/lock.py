@@ -79,8 +79,11 @@ def _acquire(file: int, run_dir: Path) -> None:
         "host": socket.gethostname(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(record).encode() + b"\n", 0)
+    line = json.dumps(record).encode() + b"\n"
+    # It only tells others who is here. A disk without room must not keep a run from being resumed,
+    # which may make room; what can be written over needs none.
+    with contextlib.suppress(OSError):
+        os.ftruncate(file, os.pwrite(file, line, 0))
 
 
 def _holder(file: int) -> str:

@@ -6,7 +6,6 @@ is left to `file`.
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import time
@@ -27,15 +26,17 @@ from ampctl.checkpoint.index import (
     Entry,
     Notify,
     file_name,
+    is_current,
     log_warning,
     parse_index,
     read_index,
     write_index,
 )
 from ampctl.checkpoint.links import point
+from ampctl.checkpoint.retention import newest, ranked, retained
 from ampctl.distributed.ranks import Writers
 from ampctl.errors import CheckpointError, first_of
-from ampctl.monitor import Mode, is_better
+from ampctl.monitor import Mode
 from ampctl.plain import nonfinite
 
 LATEST = "latest"
@@ -50,19 +51,23 @@ class NoCheckpointError(CheckpointError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint as it was read; ``run_dir`` and ``entry`` are None where it lies alone."""
+    """A checkpoint as it was read; ``run_dir`` and ``entry`` are None where it lies alone.
+
+    ``passed_over`` names newer files of its run that cannot be used.
+    """
 
     path: Path
     payload: dict[str, Any]
     run_dir: Path | None
     entry: Entry | None
+    passed_over: tuple[str, ...] = ()
 
 
 class Store:
     """Saves the checkpoints of one run, one at a time, in a thread where ``asynchronous`` says so.
 
     Whoever makes one holds the lock of the run folder. The order of a save: temporary file, index
-    with the new digest, rename, links, retention (index first, then the files).
+    with the new digest, rename, links, retention (names, index, then the files).
     """
 
     def __init__(
@@ -88,11 +93,23 @@ class Store:
         self._proved = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for stale in self._folder.glob(".*.tmp"):
-                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+            clear(run_dir)
         except OSError as error:
             raise disk.fault(self._folder, error, 0) from error
         self._entries = read_index(run_dir, notify)
+
+    def tidy(self) -> None:
+        """Drop what the present settings do not keep, before anything is written.
+
+        A full disk has no room for a new file while an old one is there. Whoever calls this has
+        seen that the newest one is intact.
+        """
+        if not self._entries:  # no index is ever empty
+            return
+        try:
+            self._tidy(is_current=is_current(self._folder, self._entries))
+        except OSError as error:
+            raise disk.fault(self._folder, error, 0) from error
 
     def save(
         self,
@@ -118,8 +135,8 @@ class Store:
         Raises the error of that save.
         """
         self._flight.land()
-        newest = _newest(self._entries)
-        return self._folder / newest.file if newest else None
+        found = newest(self._entries)
+        return self._folder / found.file if found else None
 
     def finished(self) -> list[Saved]:
         """Return the saves that are on the disk now and were not returned before.
@@ -143,6 +160,10 @@ class Store:
     ) -> None:
         begin = time.monotonic()
         path = self._folder / file_name(step, finite, in_parts=shards is not None)
+        try:
+            self._folder.mkdir(exist_ok=True)  # someone may have removed it, with all that it held
+        except OSError as error:
+            raise disk.fault(path, error, 0) from error
         payload = {**payload, "metrics": metrics}  # from which a lost index is made again
         if shards is None:
             written = file.write(path, payload)
@@ -168,7 +189,7 @@ class Store:
             disk.publish(disk.temporary(path), path)
             self._entries = [*(e for e in present if e.file != entry.file), entry]
             self._prove(path, entry)
-            self._tidy(len(present) + 1)
+            self._tidy(is_current=len(present) + 1 == len(self._entries))
         except OSError as error:
             raise disk.fault(path, error, written.size) from error
         finally:
@@ -181,8 +202,8 @@ class Store:
             parts.read(path, [entry.sha256], mmap=True)
             self._proved = True
 
-    def _tidy(self, num_rows: int) -> None:
-        """Set the links and drop what is not kept; the index on the disk has ``num_rows`` rows."""
+    def _tidy(self, *, is_current: bool) -> None:
+        """Set the links and drop what is not kept; ``is_current``: the index has all rows alone."""
         kept = retained(
             self._entries,
             keep_last=self._keep_last,
@@ -190,41 +211,33 @@ class Store:
             monitor=self._monitor,
             mode=self._mode,
         )
-        newest = _newest(kept)
+        last = newest(kept)
         best = ranked(kept, self._monitor, self._mode)[:1]
-        for link, target in ((LATEST, newest), (BEST, best[0] if best else None)):
+        for link, target in ((LATEST, last), (BEST, best[0] if best else None)):
             for suffix in SUFFIXES:
                 is_it = target is not None and target.file.endswith(suffix)
                 point(self._folder / f"{link}{suffix}", target.file if target and is_it else None)
         disk.sync_folder(self._folder)
         dropped = [e for e in self._entries if e not in kept]
-        if len(kept) < num_rows:
+        # Under the name of a temporary file a kill leaves nothing that stays for ever.
+        going = [disk.set_aside(self._folder / entry.file) for entry in dropped]
+        try:
+            if dropped or not is_current:
+                write_index(self._folder, kept)
+        except OSError as error:
+            if error.errno not in disk.NO_ROOM or not dropped:
+                raise
+            disk.discard(*going)  # which makes room
             write_index(self._folder, kept)
+        finally:
+            disk.discard(*going)
         self._entries = kept
-        for entry in dropped:
-            parts.remove(self._folder / entry.file)
 
 
-def ranked(entries: Sequence[Entry], monitor: str, mode: Mode) -> list[Entry]:
-    """Return the finite entries that have a finite ``monitor``, best first, then earliest."""
-    having = [
-        e for e in entries if e.finite and is_better(e.metrics.get(monitor, math.nan), None, mode)
-    ]
-    return sorted(having, key=lambda e: e.metrics[monitor], reverse=mode == "max")
-
-
-def retained(
-    entries: Sequence[Entry], *, keep_last: int, keep_best: int, monitor: str, mode: Mode
-) -> list[Entry]:
-    """Return the entries to keep, in their order, which is that of saving.
-
-    The newest ``keep_last`` and the best ``keep_best`` of the finite ones, and the newest other.
-    """
-    finite = [e for e in entries if e.finite]
-    others = [e for e in entries if not e.finite]
-    kept = {e.file for e in [*finite[-keep_last:], *others[-1:]]}
-    kept |= {e.file for e in ranked(finite, monitor, mode)[:keep_best]}
-    return [e for e in entries if e.file in kept]
+def clear(run_dir: Path) -> None:
+    """Remove what saves that were cut off have left. Whoever calls this holds the lock."""
+    for stale in (run_dir / FOLDER).glob(".*.tmp"):
+        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
 
 
 def abandon_after(run_dir: Path, entry: Entry) -> list[str]:
@@ -289,7 +302,7 @@ def _load_newest(run_dir: Path, notify: Notify, *, look: bool) -> Loaded:
             continue
         for name, reason in failed:
             notify(f"checkpoint {name} cannot be used ({reason}); going on from {entry.file}")
-        return Loaded(path, payload, run_dir, entry)
+        return Loaded(path, payload, run_dir, entry, tuple(name for name, _ in failed))
     tried = [f"  {name}: {reason}" for name, reason in failed]
     tried += [f"  {e.file}: it holds non-finite tensors" for e in entries if not e.finite]
     raise CheckpointError(
@@ -313,7 +326,3 @@ def _load_one(source: Path, *, look: bool) -> Loaded:
         )
     run_dir = path.parent.parent if path.parent.name == FOLDER else None
     return Loaded(path, payload, run_dir, entry)
-
-
-def _newest(entries: Sequence[Entry]) -> Entry | None:
-    return next((e for e in reversed(entries) if e.finite), None)

@@ -5,6 +5,7 @@ Nothing is built and nothing is changed. Every file gets a verdict, and a reason
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import stat
@@ -21,7 +22,8 @@ from ampctl.checkpoint import file, parts
 from ampctl.checkpoint.contents import Facts, fact, is_whole, named_tensors
 from ampctl.checkpoint.file import UnusableCheckpointError
 from ampctl.checkpoint.index import FOLDER, INDEX, NONFINITE, Entry, parse_index, step_files
-from ampctl.checkpoint.store import BEST, LATEST, SUFFIXES, NoCheckpointError, ranked
+from ampctl.checkpoint.retention import ranked
+from ampctl.checkpoint.store import BEST, LATEST, SUFFIXES, NoCheckpointError
 from ampctl.errors import CheckpointError, RecipeError, first_of, printable
 from ampctl.plain import nonfinite
 from ampctl.recipe.load import parse_recipe
@@ -131,8 +133,9 @@ def _run(source: Path, folder: Path, shown: Shown) -> Facts:
         # A row stands before its file has the name, and the links are set after that: a kill in
         # between leaves the last row without a file, and no link to it.
         cut_off = place == "last" and name not in links.values()
-        where = notes if cut_off else problems
-        how = "a save that was cut off" if cut_off else "someone has removed it"
+        dropped = any(folder.glob(f".{glob.escape(name)}.*.tmp"))  # retention was cut off
+        where = notes if cut_off or dropped else problems
+        how = "a save that was cut off" if cut_off or dropped else "someone has removed it"
         where.append(f"{name}: {INDEX} tells of it and it is not there: {how}")
     if not any(v.verdict == INTACT and not v.file.startswith("abandoned-") for v in found):
         problems.append("there is no checkpoint to go on from")

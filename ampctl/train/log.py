@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ampctl.checkpoint.flight import Saved
+from ampctl.checkpoint.room import shortage
 from ampctl.state import Progress, StepReport
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
@@ -41,6 +42,7 @@ class RunLog:
         device: torch.device,
         scaling: bool,
         seconds_to_save: float | None = None,
+        files_kept: int | None = None,
     ) -> None:
         self.console = console
         self._scaling = scaling
@@ -54,6 +56,7 @@ class RunLog:
         self._since: tuple[float, int, int] | None = None
         self._stalls: dict[int, float] = {}
         self._seconds_to_save = seconds_to_save
+        self._files_kept = files_kept
 
     def begin(self, event: str, step: int, lines: Sequence[str], **fields: Any) -> None:
         """Tell that a run starts or goes on."""
@@ -175,6 +178,7 @@ class RunLog:
                 bytes=saved.size,
             )
             self._warn_of_slow_save(saved)
+            self._warn_of_little_room(saved)
 
     def _warn_of_slow_save(self, saved: Saved) -> None:
         """Warn, once, before a save at the last moment is cut off by the launcher."""
@@ -188,6 +192,14 @@ class RunLog:
             "and the run goes on from the one before it. `ampctl train --nproc-per-node N` waits "
             "for it; or set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to the seconds that it needs"
         )
+
+    def _warn_of_little_room(self, saved: Saved) -> None:
+        """Warn after the first save, once, if the disk has no room for all that will be kept."""
+        kept, self._files_kept = self._files_kept, None
+        if kept is not None:
+            text = shortage(saved.path.parent, saved.size, kept)
+            if text is not None:
+                self.console.warn(text)
 
     def diagnosis(self, step: int, **fields: Any) -> None:
         """Tell what is at fault."""

@@ -32,13 +32,15 @@ _NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, O
 class Origin:
     """The checkpoint that a run goes on from, and the recipe text that was saved in it.
 
-    ``entry`` is its place in the run's own index, where the run may have to go back to it.
+    ``entry`` is its place in the run's own index, where the run may have to go back to it;
+    ``passed_over`` names those after it that cannot be used.
     """
 
     path: Path
     payload: dict[str, Any]
     saved_recipe: LoadedRecipe
     entry: Entry | None = None
+    passed_over: tuple[str, ...] = ()
 
 
 def read(

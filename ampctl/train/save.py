@@ -9,10 +9,34 @@ from typing import Any
 from torch import Tensor
 
 from ampctl import plain
+from ampctl.build import Job
 from ampctl.checkpoint.elsewhere import Elsewhere
+from ampctl.checkpoint.store import Store
+from ampctl.distributed.ranks import Writers
 from ampctl.errors import first_of
 from ampctl.state import TrainState
+from ampctl.track.console import Console
 from ampctl.train.run import Run
+
+
+def open_store(job: Job, run_dir: Path, console: Console) -> Store | Elsewhere:
+    """Return where this rank saves; what the settings do not keep is dropped from there."""
+    checkpoint, ranks = job.recipe.checkpoint, job.state.ranks
+    writers = Writers(ranks, job.recipe.distributed.timeout_minutes) if ranks.shards else None
+    if not ranks.is_first:
+        return Elsewhere(run_dir, asynchronous=checkpoint.asynchronous, writers=writers)
+    store = Store(
+        run_dir,
+        keep_last=checkpoint.keep_last,
+        keep_best=checkpoint.keep_best,
+        monitor=checkpoint.monitor,
+        mode=checkpoint.mode,
+        asynchronous=checkpoint.asynchronous,
+        writers=writers,
+        notify=console.warn,
+    )
+    store.tidy()
+    return store
 
 
 def save(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from ampctl.checkpoint.store import (
     NoCheckpointError,
     Store,
     abandon_after,
+    clear,
     load,
 )
 from ampctl.distributed.attendance import Attendance
 from ampctl.distributed.env import StopSignals, ended_at_once
 from ampctl.distributed.heed import Heed
 from ampctl.distributed.member import seconds_to_save
-from ampctl.distributed.ranks import Ranks, Writers, from_environment
+from ampctl.distributed.ranks import Ranks, from_environment
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.errors import (
     AmpctlError,
@@ -51,7 +53,7 @@ from ampctl.train.loop import evaluation_was_cut_off, finished, fit
 from ampctl.train.place import Place, joined
 from ampctl.train.restore import Origin, read, restore, saved_recipe
 from ampctl.train.run import Run
-from ampctl.train.save import finish, look
+from ampctl.train.save import finish, look, open_store
 
 Watch = Callable[[Job], Job]
 
@@ -148,7 +150,9 @@ def resume(
             if run_dir is not None or not folder.holds_run(source):
                 held.enter_context(lock.hold(where))
             trust.record(loaded)
-        origin = Origin(found.path, found.payload, saved, found.entry if goes_on else None)
+        origin = Origin(found.path, found.payload, saved)
+        if goes_on:
+            origin = replace(origin, entry=found.entry, passed_over=found.passed_over)
         # What the job has saved before it was started anew is newer than its source. In the folder
         # of the source that holds only once the job has gone back to it.
         if begun.run_dir is not None if goes_on else begun.before:
@@ -166,7 +170,7 @@ def _newest(run_dir: Path, notes: list[str], ranks: Ranks) -> Origin | None:
     if path is None:
         return None
     found = found or _as_first(path, ranks)
-    return Origin(found.path, found.payload, saved_recipe(found))
+    return Origin(found.path, found.payload, saved_recipe(found), found.entry, found.passed_over)
 
 
 def _as_first(path: Path, ranks: Ranks) -> Loaded:
@@ -204,22 +208,30 @@ def _run(
         built = build(loaded, ranks, init_from, console.note)
         job = _prepare(watch(built), run_dir, origin, console)
         if job is None:
+            if ranks.is_first:
+                with suppress(OSError):
+                    clear(run_dir)  # it was killed after its last save, maybe
             return
         if ranks.is_first and origin is not None and origin.entry is not None:
-            _go_back(run_dir, origin.entry, console)
+            _go_back(run_dir, origin.entry, origin.passed_over, console)
         place.begun.mark(run_dir)
+        store = open_store(job, run_dir, console)  # may make the room that all else needs
         facts = environment.collect(str(job.state.device))
         if ranks.is_first:
             folder.write_facts(run_dir, loaded.text, facts)
         ranks.wait()  # its folders are there
         signals.training = True
         with log_file(run_dir, ranks.rank):
-            _fit(job, run_dir, origin, console, signals, place.attendance, facts)
+            _fit(job, store, run_dir, origin, console, signals, place.attendance, facts)
 
 
-def _go_back(run_dir: Path, entry: Entry, console: Console) -> None:
+def _go_back(run_dir: Path, entry: Entry, damaged: Sequence[str], console: Console) -> None:
     """Take what was saved after a checkpoint out of the run, which is built and can go on."""
     abandoned = abandon_after(run_dir, entry)
+    for name in damaged:  # that it cannot be used was said when it was read
+        if f"{ABANDONED}{name}" in abandoned:
+            abandoned.remove(f"{ABANDONED}{name}")
+            console.note(f"{name} is put aside as {ABANDONED}{name}; remove it when you like")
     if abandoned:
         console.warn(
             f"going back to step {entry.step}: what was saved after it is kept as "
@@ -250,6 +262,7 @@ def _prepare(job: Job, run_dir: Path, origin: Origin | None, console: Console) -
 
 def _fit(
     job: Job,
+    store: Store | Elsewhere,
     run_dir: Path,
     origin: Origin | None,
     console: Console,
@@ -266,21 +279,7 @@ def _fit(
         device=job.state.device,
         scaling=job.state.scaler.enabled,
         seconds_to_save=seconds_to_save(),
-    )
-    writers = Writers(ranks, job.recipe.distributed.timeout_minutes) if ranks.shards else None
-    store = (
-        Store(
-            run_dir,
-            keep_last=checkpoint.keep_last,
-            keep_best=checkpoint.keep_best,
-            monitor=checkpoint.monitor,
-            mode=checkpoint.mode,
-            asynchronous=checkpoint.asynchronous,
-            writers=writers,
-            notify=console.warn,
-        )
-        if ranks.is_first
-        else Elsewhere(run_dir, asynchronous=checkpoint.asynchronous, writers=writers)
+        files_kept=checkpoint.keep_last + checkpoint.keep_best,
     )
     memory = plain.HostMemory() if checkpoint.asynchronous else None
     run = Run(job, run_dir, store, log, Heed(signals, ranks), attendance, facts, memory)
