@@ -82,13 +82,18 @@ def test_sg4_a_signal_to_one_rank_in_an_evaluation_ends_it_on_all(
 def test_sg1_a_signal_while_a_save_is_under_way_waits_for_it_and_for_the_last_one(
     asynchronous: str, number: signal.Signals, start: Start, undisturbed: dict[str, Any]
 ) -> None:
-    slow_disk(1.0)
+    slow_disk(0.5)
     running = start(*LINE, *TWO, f"checkpoint.asynchronous={asynchronous}")
     running.until(lambda: list(Path("d").glob("checkpoints/.step-00000002*.tmp")))
     running.send(number)
     step = check_stopped(running.wait(), number.name)
     assert step >= 2
-    assert len(list(Path("d/checkpoints").glob("step-*.pt"))) == (2 if step > 2 else 1)
+    # Ranks look for signals now and then: on a busy machine another save may have come due by then.
+    due = sorted({*range(2, step + 1, 2), step})
+    written = [e["step"] for e in read_events(Path("d")) if e["event"] == "checkpoint"]
+    assert written == due
+    kept = {path.name for path in Path("d/checkpoints").glob("step-*.pt")}
+    assert {f"step-{each:08d}.pt" for each in due[-3:]} <= kept
     check_goes_on(start, undisturbed)
 
 
