@@ -77,7 +77,8 @@ class Running:
     def wait(self) -> Ended:
         self._process.join(DEADLINE_S)
         assert self._process.exitcode is not None, f"still running:\n{self.said()}"
-        return Ended(self._process.exitcode, self._out.read_text(), self._err.read_text())
+        said = (file.read_text() if file.exists() else "" for file in (self._out, self._err))
+        return Ended(self._process.exitcode, *said)
 
     def said(self) -> str:
         files = (file for file in (self._out, self._err) if file.exists())

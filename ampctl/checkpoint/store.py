@@ -93,18 +93,19 @@ class Store:
         self._proved = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            clear(run_dir)
+            for stale in self._folder.glob(".*.tmp"):
+                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         except OSError as error:
             raise disk.fault(self._folder, error, 0) from error
         self._entries = read_index(run_dir, notify)
 
-    def tidy(self) -> None:
-        """Drop what the present settings do not keep, before anything is written.
+    def tidy(self, intact: Entry) -> None:
+        """End a save that was cut off, and drop what the present settings do not keep.
 
-        A full disk has no room for a new file while an old one is there. Whoever calls this has
-        seen that the newest one is intact.
+        A full disk has no room for a new file while old ones are there. Nothing is dropped unless
+        the newest is the one that was seen to be ``intact``.
         """
-        if not self._entries:  # no index is ever empty
+        if newest(self._entries) != intact:
             return
         try:
             self._tidy(is_current=is_current(self._folder, self._entries))
@@ -232,12 +233,6 @@ class Store:
         finally:
             disk.discard(*going)
         self._entries = kept
-
-
-def clear(run_dir: Path) -> None:
-    """Remove what saves that were cut off have left. Whoever calls this holds the lock."""
-    for stale in (run_dir / FOLDER).glob(".*.tmp"):
-        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
 
 
 def abandon_after(run_dir: Path, entry: Entry) -> list[str]:

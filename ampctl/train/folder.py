@@ -70,6 +70,13 @@ def discard_unused(run_dir: Path) -> None:
             path.rmdir()
 
 
+def clear(run_dir: Path) -> None:
+    """Remove the files of facts that a kill has left half written, if that can be done."""
+    for name in (RECIPE, ENVIRONMENT):
+        for stale in run_dir.glob(f".{name}.*.tmp"):
+            disk.discard(stale)
+
+
 def write_facts(run_dir: Path, recipe_text: str, environment: Mapping[str, Any]) -> None:
     """Write ``recipe.yaml`` and ``environment.json``, each whole or not at all.
 

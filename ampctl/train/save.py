@@ -16,15 +16,22 @@ from ampctl.distributed.ranks import Writers
 from ampctl.errors import first_of
 from ampctl.state import TrainState
 from ampctl.track.console import Console
+from ampctl.train import folder
+from ampctl.train.restore import Origin
 from ampctl.train.run import Run
 
 
-def open_store(job: Job, run_dir: Path, console: Console) -> Store | Elsewhere:
-    """Return where this rank saves; what the settings do not keep is dropped from there."""
+def open_store(
+    job: Job, run_dir: Path, origin: Origin | None, writers: Writers | None, console: Console
+) -> Store | Elsewhere:
+    """Return where this rank saves, with what the settings do not keep dropped from there.
+
+    ``writers``: the ranks that write together, where each has a part of the state.
+    """
     checkpoint, ranks = job.recipe.checkpoint, job.state.ranks
-    writers = Writers(ranks, job.recipe.distributed.timeout_minutes) if ranks.shards else None
     if not ranks.is_first:
         return Elsewhere(run_dir, asynchronous=checkpoint.asynchronous, writers=writers)
+    folder.clear(run_dir)
     store = Store(
         run_dir,
         keep_last=checkpoint.keep_last,
@@ -35,7 +42,8 @@ def open_store(job: Job, run_dir: Path, console: Console) -> Store | Elsewhere:
         writers=writers,
         notify=console.warn,
     )
-    store.tidy()
+    if origin is not None and origin.entry is not None:
+        store.tidy(origin.entry)
     return store
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,13 @@ from ampctl.checkpoint.store import (
     NoCheckpointError,
     Store,
     abandon_after,
-    clear,
     load,
 )
 from ampctl.distributed.attendance import Attendance
 from ampctl.distributed.env import StopSignals, ended_at_once
 from ampctl.distributed.heed import Heed
 from ampctl.distributed.member import seconds_to_save
-from ampctl.distributed.ranks import Ranks, from_environment
+from ampctl.distributed.ranks import Ranks, Writers, from_environment
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.errors import (
     AmpctlError,
@@ -150,9 +148,8 @@ def resume(
             if run_dir is not None or not folder.holds_run(source):
                 held.enter_context(lock.hold(where))
             trust.record(loaded)
-        origin = Origin(found.path, found.payload, saved)
-        if goes_on:
-            origin = replace(origin, entry=found.entry, passed_over=found.passed_over)
+        entry = found.entry if goes_on else None
+        origin = Origin(found.path, found.payload, saved, entry, found.passed_over)
         # What the job has saved before it was started anew is newer than its source. In the folder
         # of the source that holds only once the job has gone back to it.
         if begun.run_dir is not None if goes_on else begun.before:
@@ -208,14 +205,17 @@ def _run(
         built = build(loaded, ranks, init_from, console.note)
         job = _prepare(watch(built), run_dir, origin, console)
         if job is None:
-            if ranks.is_first:
-                with suppress(OSError):
-                    clear(run_dir)  # it was killed after its last save, maybe
+            if ranks.is_first and origin is not None and origin.entry is not None:
+                # A kill may have cut its last save off. The other ranks have nothing to write.
+                open_store(built, run_dir, origin, None, console)
             return
         if ranks.is_first and origin is not None and origin.entry is not None:
             _go_back(run_dir, origin.entry, origin.passed_over, console)
         place.begun.mark(run_dir)
-        store = open_store(job, run_dir, console)  # may make the room that all else needs
+        minutes = job.recipe.distributed.timeout_minutes
+        writers = Writers(ranks, minutes) if ranks.shards else None
+        # It may make the room that all else needs.
+        store = open_store(job, run_dir, origin, writers, console)
         facts = environment.collect(str(job.state.device))
         if ranks.is_first:
             folder.write_facts(run_dir, loaded.text, facts)
