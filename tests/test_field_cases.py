@@ -473,7 +473,7 @@ def test_rs4_a_switch_of_dtype_on_resuming_is_said(saved: str, now: str, word: s
     whole = train("whole", f"amp.dtype={saved}", "train.max_steps=3")
     source = str(whole / "checkpoints/step-00000002.pt")
     said = ampctl("resume", source, f"amp.dtype={now}", "--run-dir", "again")
-    assert f"resuming in {now}; it was saved in {saved}" in " ".join(said.split())
+    assert f"resuming in {now} (amp.dtype); it was saved in {saved}" in " ".join(said.split())
     assert word in " ".join(said.split())
     assert last(Path("again"))["dtype"] == now
     assert last(Path("again"))["scaler"]["enabled"] is (now == "float16")

@@ -213,7 +213,8 @@ def _run(
             _go_back(run_dir, origin.entry, origin.passed_over, console)
         place.begun.mark(run_dir)
         minutes = job.recipe.distributed.timeout_minutes
-        writers = Writers(ranks, minutes) if ranks.shards else None
+        every = job.state.ranks
+        writers = Writers(every, minutes) if every.shards else None
         # It may make the room that all else needs.
         store = open_store(job, run_dir, origin, writers, console)
         facts = environment.collect(str(job.state.device))
