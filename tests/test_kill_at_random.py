@@ -131,7 +131,8 @@ def kill_again_and_again(
     start: Callable[..., Running], folder: Path, setting: str, kills: int
 ) -> Found:
     options = (*SETTINGS[setting], *EVERY_STEP)
-    ampctl("train", "recipe.yaml", "--run-dir", "whole", *options)
+    # In a process of its own, as those that are killed: this one may compute in another way by now.
+    assert start("train", "recipe.yaml", "--run-dir", "whole", *options).wait().code == 0
     expected = last(folder / "whole")
     assert expected["progress"]["skipped"] == 5
     moment = random.Random(setting)
@@ -155,7 +156,8 @@ def kill_again_and_again(
         check_what_is_left(run_dir, max(reported(run_dir), saved))
         copy = folder / "copy"
         shutil.copytree(run_dir, copy, symlinks=True)
-        ampctl("resume", "copy", "checkpoint.every_steps=1000", "data.num_workers=0")
+        ended = start("resume", "copy", "checkpoint.every_steps=1000", "data.num_workers=0").wait()
+        assert ended.code == 0, ended
         check_end(copy, expected)
         shutil.rmtree(copy)
     return found
