@@ -427,7 +427,10 @@ LEFT_OUT = (
 
 @pytest.mark.parametrize(
     ("call", "tests"),
-    [("scripts/test", "pytest ran: -m not slow"), (".ci/run", f"pytest ran: {LEFT_OUT}")],
+    [
+        ("scripts/test", "pytest ran: -n 2 --dist loadfile -m not slow"),
+        (".ci/run", f"pytest ran: -n 2 --dist loadfile {LEFT_OUT}"),
+    ],
 )
 def test_the_test_script_runs_all_four_tools_and_pytest_last(
     checkout: Path, call: str, tests: str
@@ -458,7 +461,9 @@ def test_the_test_script_fails_with_any_of_its_tools_and_runs_the_others(
 
 def test_the_test_script_takes_slow_and_arguments_for_pytest(checkout: Path) -> None:
     done = run_script(checkout, "checkout/scripts/test", "--slow", "tests/test_x.py", "-k", "a b")
-    assert done.stdout.splitlines()[-1] == "pytest ran: tests/test_x.py -k a b"
+    assert done.stdout.splitlines()[-1] == (
+        "pytest ran: -n 2 --dist loadfile tests/test_x.py -k a b"
+    )
 
 
 def test_the_development_install_serves_quickstart_too(checkout: Path) -> None:
