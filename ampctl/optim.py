@@ -193,6 +193,11 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether torch brings the optimizer's class, so that what it keeps is known."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
 def state_names(optimizer: torch.optim.Optimizer) -> list[frozenset[str] | None]:
     """Name what the optimizer keeps of each of its parameters once it has stepped, in their order.
 
@@ -217,7 +222,7 @@ def _names_for(
     kind = type(optimizer)
     if parameter in optimizer.state:  # some make it when they are built
         return frozenset(optimizer.state[parameter])
-    if not f"{kind.__module__}.".startswith("torch.optim.") or needs_closure(optimizer):
+    if not is_torchs_own(optimizer) or needs_closure(optimizer):
         return None
     shape = (1,) * parameter.ndim
     tiny = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ampctl.distributed.shard import is_sharded
 from ampctl.errors import CheckpointError, printable
+from ampctl.optim import is_torchs_own
 
 _LARGEST = 1 << 62
 _COUNTS = ("step", "updates", "skipped", "consecutive_skips", "epoch", "batch_in_epoch", "samples")
@@ -112,8 +113,7 @@ def fitting_state(
     _require(isinstance(held, Mapping), "optimizer.state", held)
     unknown = [index for index in held if index not in {row[0] for row in rows}]
     _require(not unknown, "optimizer.state", unknown)
-    is_known = type(optimizer).__module__.startswith("torch.optim.")
-    if not is_known or isinstance(optimizer, _FREE):
+    if not is_torchs_own(optimizer) or isinstance(optimizer, _FREE):
         return dict(held)
     fitting = {}
     for index, parameter, group, name in rows:
