@@ -406,6 +406,7 @@ STOPPED = PreemptedError("SIGTERM received after step 7")
         ((1, CLOSED), (75, STOPPED), 1, "rank 0 failed\nRuntimeError: [pair.cc"),
         ((-15, None), (-15, None), 75, "rank 0 (process 100) was ended by SIGTERM before"),
         ((-2, None), (-2, None), 130, "rank 0 (process 100) was ended by SIGINT before"),
+        ((-9, None), (5, failure.StuckError("rank 0 hangs")), 5, "rank 0 hangs"),
         ((7, None), (1, CLOSED), 7, "rank 0 (process 100) ended with code 7"),
     ],
 )

@@ -191,7 +191,7 @@ class Attendance:
         logging.getLogger("ampctl").error(
             "%s\nthis rank was at:\n%s", verdict, "".join(traceback.format_stack(frame))
         )
-        if failure.record(MachineError(verdict)):
+        if failure.record(failure.StuckError(verdict)):
             os.write(2, f"error: {verdict}\n".encode())
         for child in multiprocessing.active_children():
             child.kill()
@@ -211,13 +211,14 @@ class Attendance:
             time.sleep(self._period_s / 2)
             self._beat()
         if store.check([_VERDICT]):
-            return MachineError(store.get(_VERDICT).decode())
+            return failure.StuckError(store.get(_VERDICT).decode())
         if not has_waited and (gone := self._gone()) is not None:
             return gone
         told = self._missing(before, self._places(), has_waited=has_waited)
-        if has_waited:  # the words of the first to ask are those of all
-            told = store.compare_set(_VERDICT, "", told).decode()
-        return MachineError(told)
+        if not has_waited:
+            return MachineError(told)
+        # The words of the first to ask are those of all.
+        return failure.StuckError(store.compare_set(_VERDICT, "", told).decode())
 
     def _gone(self) -> AmpctlError | None:
         """Say which rank ended first with an error, if one has said so, with its exit code."""

@@ -71,6 +71,10 @@ class RankFailedError(AmpctlError):
         return self.place[0] >= FOLLOWS
 
 
+class StuckError(MachineError):
+    """Ranks have waited too long for others; every rank tells it in the same words."""
+
+
 def record(error: BaseException) -> bool:
     """Leave an error for the launcher; return whether this process must tell it itself.
 
@@ -94,6 +98,7 @@ def record(error: BaseException) -> bool:
             "in_words": isinstance(error, AmpctlError),
             "exit_code": error.exit_code if isinstance(error, AmpctlError) else 1,
             "of_peer": of_peer,
+            "of_all": isinstance(error, StuckError),
             "time": time.time(),
         },
     }
@@ -131,7 +136,7 @@ def cause(failures: Mapping[int, ProcessFailure]) -> RankFailedError:
     text = told["text"]
     if not told["in_words"]:
         text = f"rank {rank} failed\n{text}"
-    elif rank:
+    elif rank and not told["of_all"]:
         others = [_told(other) for other in failures.values()]
         if not all(each and each["text"] == text for each in others):
             text = f"rank {rank}: {text}"
