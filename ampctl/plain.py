@@ -5,7 +5,9 @@ Also finds the tensors that are not finite. Files are left to `checkpoint`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import mmap
+import threading
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -26,7 +28,8 @@ _ATOMS = frozenset({NoneType, bool, int, float, str, bytes, torch.dtype, torch.S
 class HostMemory:
     """Host memory for copies of a state, kept from one to the next, which then needs no new pages.
 
-    A copy that was made in it is gone once the next one begins. What comes from CUDA and XPU goes
+    A copy that was made in it is gone once the next one begins. `prepare` makes it before the first
+    one, of whose time new pages would be two thirds. What comes from CUDA and XPU goes
     to page-locked ("pinned") memory, into which these devices copy by themselves.
     Source: https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
     """
@@ -35,19 +38,53 @@ class HostMemory:
         self._held: dict[str, Tensor] = {}
         self._used: dict[str, Tensor] = {}
         self._devices: set[torch.device] = set()
+        self._maker: threading.Thread | None = None
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether it is there, or being made."""
+        return self._maker is not None or bool(self._held)
+
+    def prepare(self, value: Any) -> None:
+        """Begin to make the memory for a copy of a nest of state, in a thread of its own.
+
+        Raises CheckpointError for what no checkpoint can hold.
+        """
+        wanted: dict[str, Tensor] = {}
+
+        def want(path: str, tensor: Tensor) -> Tensor:
+            wanted[path] = tensor
+            return tensor
+
+        _copy(value, "", _Copies({}, {}, want))
+        self._maker = threading.Thread(target=self._make, args=(wanted,), name="host memory")
+        self._maker.start()
+
+    def _make(self, wanted: dict[str, Tensor]) -> None:
+        for path, value in wanted.items():
+            try:
+                host = _room(value)
+            except (RuntimeError, MemoryError):  # there is not enough: for the copy to say
+                return
+            if not host.is_pinned():
+                stored = local(host).untyped_storage()
+                torch.empty(0, dtype=torch.uint8).set_(stored).numpy()[:: mmap.PAGESIZE] = 0
+            self._held[path] = host
 
     def copy(self, path: str, value: Tensor) -> Tensor:
         """Return a dense copy of a tensor (or this rank's part), complete once `settle` was called.
 
         A sharded one stays sharded.
         """
-        is_pinned = value.device.type in ("cuda", "xpu")
+        if self._maker is not None:
+            self._maker.join()
+            self._maker = None
         host = self._held.pop(path, None)
         if host is None or not _are_alike(host, value):
-            host = _room(value, pin_memory=is_pinned)
-        local(host).copy_(local(value), non_blocking=is_pinned)
+            host = _room(value)
+        local(host).copy_(local(value), non_blocking=_is_pinned(value))
         self._used[path] = host
-        if is_pinned:
+        if _is_pinned(value):
             self._devices.add(value.device)
         return host
 
@@ -76,7 +113,7 @@ def snapshot(
 
     ``memory``: where dense copies go, which holds until the next one is made there.
     """
-    copied = _copy(value, path, _Copies({}, shards, memory))
+    copied = _copy(value, path, _Copies({}, shards, None if memory is None else memory.copy))
     if memory is not None:
         memory.settle()
     return copied
@@ -109,13 +146,13 @@ class _Copies:
 
     whole: dict[tuple[Any, ...], Tensor]
     shards: dict[str, Tensor] | None
-    memory: HostMemory | None
+    place: Callable[[str, Tensor], Tensor] | None
 
     def dense(self, path: str, value: Tensor) -> Tensor:
         """Copy a tensor of strided layout to the CPU."""
-        if self.memory is None or value.is_conj() or value.is_neg():
+        if self.place is None or value.is_conj() or value.is_neg():
             return value.to("cpu", copy=True).resolve_conj().resolve_neg()
-        return self.memory.copy(path, value)
+        return self.place(path, value)
 
 
 def _copy(value: Any, path: str, copies: _Copies) -> Any:
@@ -171,10 +208,15 @@ def _copy_tensor(value: Tensor, path: str, copies: _Copies) -> Tensor:
     return copied
 
 
-def _room(value: Tensor, *, pin_memory: bool) -> Tensor:
+def _is_pinned(value: Tensor) -> bool:
+    """Return whether a copy of a tensor goes to page-locked memory."""
+    return value.device.type in ("cuda", "xpu")
+
+
+def _room(value: Tensor) -> Tensor:
     """Return a host tensor to copy another one to."""
-    if pin_memory or is_sharded(value):
-        return torch.empty_like(value, device="cpu", pin_memory=pin_memory)
+    if _is_pinned(value) or is_sharded(value):
+        return torch.empty_like(value, device="cpu", pin_memory=_is_pinned(value))
     # NumPy asks for huge pages, and half of the time of a first copy goes into small ones.
     strides = torch.empty_like(value, device="meta").stride()
     memory = torch.from_numpy(np.empty(value.nbytes, np.uint8))

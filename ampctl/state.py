@@ -210,18 +210,24 @@ class TrainState:
         copies.
         """
         assert self.pending is None, "settle the last step before the state is taken"
-        optimizers = {each.name: each.optimizer.state_dict() for each in self.updaters}
         schedules = {each.name: each.learning_rate.state_dict() for each in self.updaters}
         return {
-            "model": self.bare.state_dict(),
-            "optimizer": one_or_by_name(optimizers),
+            **self.parts(),
             "scheduler": one_or_by_name(schedules),
-            "ema": self.ema.state_dict() if self.ema else None,
             "scaler": self.scaler.state_dict(),
             "progress": asdict(self.progress),
             "rng": self.ranks.gather(rng.get_state(self.device)),
             "dtype": self.precision.name,
             "world_size": self.ranks.size,
+        }
+
+    def parts(self) -> dict[str, Any]:
+        """Return the parts of `state_dict` that are as large as the model, by the same keys."""
+        optimizers = {each.name: each.optimizer.state_dict() for each in self.updaters}
+        return {
+            "model": self.bare.state_dict(),
+            "optimizer": one_or_by_name(optimizers),
+            "ema": self.ema.state_dict() if self.ema else None,
         }
 
     def load_state_dict(

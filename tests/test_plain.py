@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from ampctl import plain
 from ampctl.errors import CheckpointError
 from ampctl.plain import HostMemory, nonfinite, snapshot
 
@@ -195,3 +196,30 @@ def test_host_memory_is_used_again_where_it_fits():
     assert copy["image"].stride() == state["image"].stride()
     assert through_a_file(copy).keys() == state.keys()
     assert "half" not in memory._held
+
+
+def test_memory_that_was_made_before_is_that_of_the_first_copy():
+    memory = HostMemory()
+    state = {"large": torch.randn(300, 1000), "half": torch.randn(7).bfloat16()}
+    state["tied"] = state["large"]
+    assert not memory.is_prepared
+    memory.prepare(state)
+    assert memory.is_prepared
+    copy = snapshot({**state, "later": torch.ones(3)}, memory=memory)
+    assert memory.is_prepared
+    assert copy["tied"] is copy["large"]
+    for name, value in state.items():
+        assert torch.equal(copy[name], value)
+
+
+def test_memory_that_cannot_be_made_before_is_left_to_the_copy(monkeypatch: pytest.MonkeyPatch):
+    def refused(value: torch.Tensor) -> torch.Tensor:
+        raise MemoryError
+
+    memory, state = HostMemory(), {"large": torch.randn(300, 1000)}
+    with monkeypatch.context() as patch:
+        patch.setattr(plain, "_room", refused)
+        memory.prepare(state)
+        with pytest.raises(MemoryError):
+            snapshot(state, memory=memory)
+    assert torch.equal(snapshot(state, memory=memory)["large"], state["large"])

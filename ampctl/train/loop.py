@@ -16,7 +16,7 @@ from ampctl.train import words
 from ampctl.train.across_ranks import diagnose, unused_later
 from ampctl.train.evaluate import evaluate
 from ampctl.train.run import Run
-from ampctl.train.save import finish, look, save
+from ampctl.train.save import finish, look, prepare, save
 
 
 def fit(run: Run) -> str:
@@ -175,6 +175,7 @@ def _take(run: Run, report: StepReport) -> None:
         run.scales.append((report.step, report.scale_after))
     amp = run.job.recipe.amp
     if not report.skipped:
+        prepare(run)
         return
     if amp.nonfinite == "skip" and report.consecutive_skips < amp.max_skips:
         return

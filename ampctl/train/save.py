@@ -47,6 +47,12 @@ def open_store(
     return store
 
 
+def prepare(run: Run) -> None:
+    """Make the memory for copies beside the training, once a step has made the whole state."""
+    if run.memory is not None and not run.memory.is_prepared:
+        run.memory.prepare(run.job.state.parts())
+
+
 def save(run: Run) -> None:
     """Take a snapshot of the state and hand it to the store; the store writes it."""
     begin = time.perf_counter()

@@ -282,7 +282,8 @@ def _fit(
         seconds_to_save=seconds_to_save(),
         files_kept=checkpoint.keep_last + checkpoint.keep_best,
     )
-    memory = plain.HostMemory() if checkpoint.asynchronous else None
+    copies = checkpoint.asynchronous and (ranks.is_first or ranks.shards)
+    memory = plain.HostMemory() if copies else None
     run = Run(job, run_dir, store, log, Heed(signals, ranks), attendance, facts, memory)
     if origin is not None:
         run.saved_step = job.state.progress.step
