@@ -46,7 +46,8 @@ def check_stopped(ended: Ended, name: str, *, rank: int = 0) -> int:
     stop = read_events(Path("d"))[-1]
     assert (stop["event"], stop["reason"], stop["exit_code"]) == ("stop", "preempted", 75), ended
     step = int(stop["step"])
-    saved = f"{name} received at step {step}, which is saved: `ampctl resume d` goes on"
+    again = "ampctl resume d --nproc-per-node 2"
+    saved = f"{name} received at step {step}, which is saved: `{again}` goes on"
     assert ended.code == 75, ended
     assert ended.err.replace(f"rank {rank}: ", "") == f"error: {saved}\n"
     assert last(Path("d"))["progress"]["step"] == step

@@ -52,6 +52,14 @@ class Ranks:
         """Whether this is the rank that writes files and speaks to the user."""
         return self.rank == 0
 
+    @property
+    def option(self) -> str:
+        """What a command needs behind it to start as many ranks again; of several nodes dots."""
+        if self.size == 1:
+            return ""
+        is_one_node = _number("LOCAL_WORLD_SIZE", self.size) >= self.size
+        return f" --nproc-per-node {self.size}" if is_one_node else " ..."
+
     def any_(self, found_inf: Tensor) -> None:
         """Make a verdict (1 or 0) in place that of every rank: 1 where one of them has 1."""
         if self.size > 1 and self.shares_verdict:

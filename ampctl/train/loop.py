@@ -141,7 +141,7 @@ def _boundary(
         finish(run)
         run.job.state.ranks.wait()  # a launcher ends the others when the first one leaves
         raise run.heed.signals.error(
-            f"at step {step}, which is saved: `ampctl resume {run.run_dir}` goes on",
+            f"at step {step}, which is saved: `{run.resume_command}` goes on",
             run.heed.received,
         )
 
@@ -189,9 +189,7 @@ def _take(run: Run, report: StepReport) -> None:
         advice=diagnosis.advice,
     )
     saved = finish(run)
-    raise NumericsError(
-        words.stopped(report, run.progress, diagnosis, run.scales, run.run_dir, saved)
-    )
+    raise NumericsError(words.stopped(run, report, diagnosis, saved))
 
 
 def _evaluate(run: Run) -> None:
@@ -252,5 +250,5 @@ def _require_metric(run: Run, key: str, monitor: str, metrics: dict[str, float])
         return
     save(run)
     finish(run)
-    advice = f"the state is saved: `ampctl resume {run.run_dir} {key}=NAME` goes on"
+    advice = f"the state is saved: `{run.resume_command} {key}=NAME` goes on"
     raise RecipeError([unknown_metric(run.job.loaded, key, monitor, metrics, advice)])

@@ -20,10 +20,10 @@ from ampctl.environment import collect
 from ampctl.errors import CheckpointError, RecipeError, first_of
 from ampctl.load_state import MisfitError
 from ampctl.optim import make_skippable
-from ampctl.plain import nonfinite
 from ampctl.recipe import trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.schema import Block, Recipe, by_name
+from ampctl.train.across_ranks import nonfinite_names
 
 _NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
@@ -116,11 +116,7 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
             changed_schedulers=_changed(saved_recipe.scheduler, job.recipe.scheduler, names),
         )
         job.train_data.load_state_dict(saved_data)
-        held = {key: payload[key] for key in ("model", "optimizer", "ema")}
-        own_bad = nonfinite(held, by_design=job.state.nonfinite_by_design)
-    every = job.state.ranks.gather(own_bad)  # all ranks: each has seen its part of sharded ones
-    bad = list(dict.fromkeys(name for names in every for name in names))
-    if bad:
+    if bad := nonfinite_names(job.state, job.state.parts()):
         reason = f"it holds NaN or infinity in {first_of(bad)}"
         raise UnusableCheckpointError(origin.path, reason, NAME_ANOTHER)
     for updater in job.state.updaters:

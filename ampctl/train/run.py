@@ -44,3 +44,8 @@ class Run:
     def progress(self) -> Progress:
         """How far the run has come."""
         return self.job.state.progress
+
+    @property
+    def resume_command(self) -> str:
+        """The command that goes on with the run, on as many ranks."""
+        return f"ampctl resume {self.run_dir}{self.job.state.ranks.option}"

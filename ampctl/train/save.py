@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +13,9 @@ from ampctl.checkpoint.elsewhere import Elsewhere
 from ampctl.checkpoint.store import Store
 from ampctl.distributed.ranks import Writers
 from ampctl.errors import first_of
-from ampctl.state import TrainState
 from ampctl.track.console import Console
 from ampctl.train import folder
+from ampctl.train.across_ranks import nonfinite_names
 from ampctl.train.restore import Origin
 from ampctl.train.run import Run
 
@@ -64,7 +63,7 @@ def save(run: Run) -> None:
     shards: dict[str, Tensor] | None = {} if state.ranks.shards else None
     if isinstance(run.store, Elsewhere) and shards is None:  # rank 0 writes what all of them hold
         return
-    nonfinite = _nonfinite(saved, state)
+    nonfinite = nonfinite_names(state, saved)
     payload = plain.snapshot(
         {
             **saved,
@@ -107,15 +106,3 @@ def finish(run: Run) -> Path | None:
     newest = run.store.wait()
     look(run)
     return newest
-
-
-def _nonfinite(saved: dict[str, Any], state: TrainState) -> list[str]:
-    """Name the non-finite tensors of a state that were not so from the start (masks are).
-
-    Of a sharded state the ranks put together what each finds in its part.
-    """
-    held = {key: saved[key] for key in ("model", "optimizer", "ema")}
-    found = plain.nonfinite(held, by_design=state.nonfinite_by_design)
-    if not state.ranks.shards:
-        return found
-    return sorted({name for every in state.ranks.gather(found) for name in every})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 
 from ampctl import preflight
@@ -14,6 +13,7 @@ from ampctl.load_state import FirstWeights
 from ampctl.optim import describe_groups
 from ampctl.state import Progress, StepReport
 from ampctl.train.folder import RECIPE
+from ampctl.train.run import Run
 
 
 def without_effect(
@@ -119,20 +119,14 @@ def ending(job: Job, run_dir: Path, reason: str) -> list[str]:
     return [*lines, f"run folder: {run_dir}", _extend(job, run_dir)]
 
 
-def stopped(
-    report: StepReport,
-    progress: Progress,
-    diagnosis: Diagnosis,
-    scales: Iterable[tuple[int, float]],
-    run_dir: Path,
-    saved: Path | None,
-) -> str:
+def stopped(run: Run, report: StepReport, diagnosis: Diagnosis, saved: Path | None) -> str:
     """Say why a run stopped itself over non-finite steps, and how to go on."""
-    history = " -> ".join(f"{scale:g} (step {step})" for step, scale in scales)
-    command = f"ampctl resume {run_dir}" if saved else f"ampctl train {run_dir / RECIPE}"
+    history = " -> ".join(f"{scale:g} (step {step})" for step, scale in run.scales)
+    anew = f"ampctl train {run.run_dir / RECIPE}{run.job.state.ranks.option}"
+    command = run.resume_command if saved else anew
     change = f" {shlex.quote(diagnosis.override)}" if diagnosis.override else ""
     lines = [
-        f"stopped at step {report.step}: {_row(report, progress)}",
+        f"stopped at step {report.step}: {_row(report, run.progress)}",
         f"  cause:  {diagnosis.cause}",
         *(f"  seen:   {fact}" for fact in diagnosis.facts),
         *([f"  scale:  {history}"] if history else []),
@@ -182,4 +176,4 @@ def _extend(job: Job, run_dir: Path) -> str:
         change = f"train.max_steps={2 * train.max_steps}"
     else:
         change = f"train.max_epochs={2 * (train.max_epochs or 1)}"
-    return f"to go on: ampctl resume {run_dir} {change}"
+    return f"to go on: ampctl resume {run_dir}{job.state.ranks.option} {change}"
