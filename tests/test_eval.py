@@ -199,7 +199,8 @@ def test_our_launcher_evaluates_and_its_first_rank_tells_the_outcome(folder: Pat
     with starting(folder) as start:
         flags = ("--raw", "--json", "--nproc-per-node", "2")
         ended = start("eval", *flags, "a", "data.eval.size=5").wait()
-    assert (ended.code, ended.err) == (0, "")
+    said = [line for line in ended.err.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10
+    assert (ended.code, said) == (0, [])
     facts = json.loads(ended.out)
     assert (facts["world_size"], facts["samples"], facts["weights"]) == (2, 5, "raw")
     assert facts["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)

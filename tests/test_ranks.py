@@ -17,6 +17,7 @@ from torch import Tensor, multiprocessing, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ampctl.distributed import ranks
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.errors import NumericsError
 from ampctl.recipe.schema import AmpConfig
@@ -164,3 +165,12 @@ def test_one_process_makes_no_collective() -> None:
     ALONE.follow_first_([found])
     ALONE.require_equal("the loss scale", 1.0)
     assert not dist.is_initialized()
+
+
+def test_what_native_code_prints_while_ranks_meet_is_no_output(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with ranks._native_words_to_stderr():
+        os.write(1, b"connected\n")
+    os.write(1, b"figures\n")
+    assert capfd.readouterr() == ("figures\n", "connected\n")

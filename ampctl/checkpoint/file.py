@@ -126,9 +126,12 @@ def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> 
                 raise damaged(path, f"its record {record} fails its CRC-32")
             archive.examine(file, comment=_SEAL_SIZE if sealed else 0)
             file.seek(0)
-            payload = archive.settled(
-                torch.load(path if mmap else file, map_location="cpu", weights_only=True, mmap=mmap)
-            )
+            # Asked for, since torch 2.10 would take any index of a sparse tensor for a good one.
+            with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+                loaded = torch.load(
+                    path if mmap else file, map_location="cpu", weights_only=True, mmap=mmap
+                )
+            payload = archive.settled(loaded)
         except CheckpointError:
             raise
         except archive.ForgedError as error:

@@ -6,6 +6,7 @@ Everything that reaches the host goes by way of the CPU (gloo), so that no devic
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -238,15 +239,16 @@ def joined(
         meeting = meet(store, ranks.rank, ranks.size, seconds=minutes * 60)
         if ranks.size > 1:
             _choose_interface(ranks.size)
-            dist.init_process_group(
-                wanted,
-                store=meeting.store,
-                rank=ranks.rank,
-                world_size=ranks.size,
-                # Else NCCL's watchdog would end the process before it can say why.
-                timeout=timeout if backend == "gloo" else timeout + _WATCHDOG_LATER,
-                device_id=device if backend != "gloo" else None,
-            )
+            with _native_words_to_stderr():
+                dist.init_process_group(
+                    wanted,
+                    store=meeting.store,
+                    rank=ranks.rank,
+                    world_size=ranks.size,
+                    # Else NCCL's watchdog would end the process before it can say why.
+                    timeout=timeout if backend == "gloo" else timeout + _WATCHDOG_LATER,
+                    device_id=device if backend != "gloo" else None,
+                )
     except (RuntimeError, ValueError) as error:  # DistError and its kin are RuntimeErrors
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise MachineError(
@@ -258,6 +260,19 @@ def joined(
     finally:
         if ranks.size > 1:
             dist.destroy_process_group()
+
+
+@contextmanager
+def _native_words_to_stderr() -> Iterator[None]:
+    """Keep what native code prints out of the output: gloo of torch 2.10 tells its connections."""
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
 
 
 def _choose_interface(size: int) -> None:
