@@ -29,6 +29,9 @@ def load_model(
     not trained on this machine needs ``trust=True``, which lets it import what it names. Warnings
     go to the logger ``ampctl``. Raises :class:`ampctl.errors.AmpctlError` in words.
     """
-    from ampctl.train import from_checkpoint  # torch is imported when it is needed
+    from ampctl.recipe.current_folder import closed_current_folder
 
-    return from_checkpoint.load_model(checkpoint, device=device, ema=ema, trust=trust)
+    with closed_current_folder():
+        from ampctl.train import from_checkpoint  # torch is imported when it is needed
+
+        return from_checkpoint.load_model(checkpoint, device=device, ema=ema, trust=trust)

@@ -1,14 +1,18 @@
 """Entry point of the ``ampctl`` command, of ``python -m ampctl`` and so of each rank."""
 
-import faulthandler
 import sys
 
-from ampctl.cli import app
-from ampctl.distributed import early, member
+from ampctl.recipe.current_folder import close_current_folder
 
 
 def main() -> None:
     """Run the command line."""
+    close_current_folder()  # before anything is imported that is not Python's or ampctl's own
+    import faulthandler
+
+    from ampctl.cli import app
+    from ampctl.distributed import early, member
+
     if sys.argv[1:2] in (["train"], ["resume"]):
         early.heed()
     if member.is_rank():

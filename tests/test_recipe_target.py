@@ -11,7 +11,8 @@ import pytest
 
 from ampctl.errors import RecipeError
 from ampctl.recipe.load import parse_recipe, to_plain
-from ampctl.recipe.target import TargetError, blocks, build, import_from_current_folder, locate
+from ampctl.recipe.current_folder import open_current_folder
+from ampctl.recipe.target import TargetError, blocks, build, locate
 
 MODULE = """\
 from collections import OrderedDict
@@ -49,7 +50,7 @@ def user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (folder / "my_net.py").write_text(MODULE)
     (folder / "my_bug.py").write_text("import no_such_package\n")
-    import_from_current_folder()
+    open_current_folder()
     yield folder
     for name in ("my_net", "my_bug"):
         sys.modules.pop(name, None)
@@ -129,7 +130,7 @@ def test_what_the_users_module_raises_on_import_is_the_users_to_see(user: Path) 
 
 
 def test_the_current_folder_goes_on_the_path_once(user: Path) -> None:
-    import_from_current_folder()
+    open_current_folder()
     assert sys.path.count(f"{user}") == 1
     assert sys.path[0] == f"{user}"
 

@@ -6,13 +6,14 @@ What is not clearly harmless is not listed, and nothing is built here.
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import importlib.machinery
 import inspect
+import os
 import re
+import sys
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ampctl.recipe.schema import TARGET
@@ -134,6 +135,9 @@ def objection(key: str, block: Mapping[str, Any]) -> str:
         if path.startswith(f"{rule.module}.")
         and slot in (rule.slots if is_outermost else rule.inside)
     ]
+    package = path.partition(".")[0]
+    if rules and _is_shadowed(package):
+        return f"another {package} lies in the current folder"
     if not any(_fits(path, rule) for rule in rules):
         return f"not known as safe for {slot or key}"
     if path.startswith("torchvision.models.") and _fetches_by_default(path, block):
@@ -160,7 +164,7 @@ def _slot(key: str) -> tuple[str, bool]:
 
 def _fits(path: str, rule: _Rule) -> bool:
     parts = path.removeprefix(f"{rule.module}.").split(".")
-    if any(part.startswith("_") for part in parts) or _is_shadowed(rule.module.partition(".")[0]):
+    if any(part.startswith("_") for part in parts):
         return False
     try:
         found = _walk(rule.module, parts)
@@ -248,13 +252,11 @@ def _is_under(name: str, package: str) -> bool:
 
 
 def _is_shadowed(package: str) -> bool:
-    """Tell whether a file beside the user goes by a known package's name."""
-    if package == "ampctl":  # it is running, so it is the right one
+    """Tell whether a module beside the user goes by a known package's name.
+
+    It is left out of imports; but a user who works on a copy of the package there means that one.
+    """
+    if package in sys.modules:  # it is running, so it is the right one
         return False
-    try:
-        spec = importlib.util.find_spec(package)
-    except ValueError:  # a module that was put in place by hand
-        return True
-    if spec is None or spec.origin is None:
-        return True
-    return Path.cwd().resolve() in Path(spec.origin).resolve().parents[:2]
+    spec = importlib.machinery.PathFinder.find_spec(package, [os.getcwd()])
+    return spec is not None and spec.origin is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 import sysconfig
 import traceback
 import types
@@ -41,14 +40,6 @@ class TargetError(UsageError):
         self.message = message
         self.advice = advice
         super().__init__(f"{message}\n    {advice}" if advice else message)
-
-
-def import_from_current_folder() -> None:
-    """Put the current folder first on ``sys.path``, once: ``my_model.py`` lies beside the user."""
-    folder = f"{Path.cwd()}"
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-        importlib.invalidate_caches()
 
 
 def locate(path: str) -> Any:

@@ -47,17 +47,10 @@ def require_trusted(loaded: LoadedRecipe, *, trust: bool) -> list[str]:
     """
     if not trust and _is_recorded(loaded):
         return []
-    foreign = []
-    for key, block in blocks(to_plain(loaded.recipe)):
-        reason = objection(key, block)
-        if reason:
-            foreign.append(f"{key}: {block[TARGET]} ({reason})")
-    reason = compile_objection(loaded.recipe.train.compile)
-    if reason:
-        foreign.append(f"train.compile: torch.compile ({reason})")
-    if not foreign or trust:
-        return foreign
-    listing = "\n".join(f"    {line}" for line in foreign)
+    found = foreign(loaded)
+    if not found or trust:
+        return found
+    listing = "\n".join(f"    {line}" for line in found)
     raise CheckpointError(
         "the recipe in this checkpoint is not trusted; it would import and call\n"
         f"{listing}\n"
@@ -66,6 +59,19 @@ def require_trusted(loaded: LoadedRecipe, *, trust: bool) -> list[str]:
         "    if you know where the checkpoint comes from, say --trust (trust=True in Python); or "
         "train that recipe here"
     )
+
+
+def foreign(loaded: LoadedRecipe) -> list[str]:
+    """Return what of a recipe is not built for anybody, as ``key: path (reason)`` lines."""
+    found = []
+    for key, block in blocks(to_plain(loaded.recipe)):
+        reason = objection(key, block)
+        if reason:
+            found.append(f"{key}: {block[TARGET]} ({reason})")
+    reason = compile_objection(loaded.recipe.train.compile)
+    if reason:
+        found.append(f"train.compile: torch.compile ({reason})")
+    return found
 
 
 def _is_recorded(loaded: LoadedRecipe) -> bool:

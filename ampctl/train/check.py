@@ -19,8 +19,8 @@ from ampctl.doctor.precision_preflight import preflight
 from ampctl.doctor.replay import Replay, tried, without_scale
 from ampctl.errors import MachineError, NumericsError, RecipeError, UsageError
 from ampctl.preflight import unknown_metric
+from ampctl.recipe.current_folder import open_current_folder
 from ampctl.recipe.load import LoadedRecipe
-from ampctl.recipe.target import import_from_current_folder
 from ampctl.state import StepReport, TrainState
 from ampctl.step import settle, train_step
 from ampctl.track.console import Console
@@ -38,7 +38,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
     written. Raises what ``train`` would raise, except for a device that is not here: the recipe is
     rehearsed on the CPU, and its precision examined for that device.
     """
-    import_from_current_folder()
+    open_current_folder()
     rehearsed, target = _rehearsal(loaded)
     job = build_job(rehearsed)
     state = job.state

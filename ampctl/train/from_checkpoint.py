@@ -39,7 +39,6 @@ from ampctl.doctor.misfit import in_words
 from ampctl.errors import RecipeError
 from ampctl.load_state import load_model as load_weights
 from ampctl.recipe.load import LoadedRecipe
-from ampctl.recipe.target import import_from_current_folder
 from ampctl.state import TrainState
 from ampctl.tasks import as_task
 from ampctl.train.evaluate import evaluate
@@ -59,7 +58,6 @@ def load_model(
     trust: bool = False,
 ) -> nn.Module:
     """Return the bare model of a checkpoint with its weights; see :func:`ampctl.load_model`."""
-    import_from_current_folder()
     found, saved, loaded = read(Path(checkpoint), (), trusted=trust, notify=log_warning)
     _, weights = chosen_weights(found.payload, found.path, ema=ema)
     place = choose_device(f"{device}")
@@ -95,7 +93,6 @@ def evaluate_checkpoint(
     is the average where there is one, as in training. Raises CheckpointError, RecipeError, and
     PreemptedError or InterruptedRunError for a signal.
     """
-    import_from_current_folder()
     ranks = from_environment()
     tell = notify if ranks.is_first else _unheard
     with ended_at_once("before the evaluation was over: it wrote nothing; run it again"):

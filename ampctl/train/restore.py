@@ -21,6 +21,7 @@ from ampctl.errors import CheckpointError, RecipeError, first_of
 from ampctl.load_state import MisfitError
 from ampctl.optim import make_skippable
 from ampctl.recipe import trust
+from ampctl.recipe.current_folder import open_current_folder
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.schema import Block, Recipe, by_name
 from ampctl.train.across_ranks import nonfinite_names
@@ -53,14 +54,19 @@ def read(
 ) -> tuple[Loaded, LoadedRecipe, LoadedRecipe]:
     """Read a checkpoint, the recipe in it, and that recipe with overrides.
 
-    Raises CheckpointError if it cannot be used or trusted, RecipeError for an override.
+    The current folder is opened to imports if the recipe was trusted with more than what is built
+    for anybody, or the overrides name such things. Raises CheckpointError if the checkpoint cannot
+    be used or trusted, RecipeError for an override.
     """
     found = load(source, notify=notify, in_parts=in_parts)
     text, name = found.payload["recipe"], f"recipe of {found.path.name}"
     saved = saved_recipe(found)
     for line in trust.require_trusted(saved, trust=trusted):
         notify(f"trusted: {line}")
-    return found, saved, parse_recipe(text, where=name, overrides=overrides)
+    loaded = parse_recipe(text, where=name, overrides=overrides)
+    if trust.foreign(loaded):
+        open_current_folder()
+    return found, saved, loaded
 
 
 def saved_recipe(found: Loaded) -> LoadedRecipe:

@@ -38,8 +38,8 @@ from ampctl.errors import (
     UsageError,
 )
 from ampctl.recipe import trust
+from ampctl.recipe.current_folder import open_current_folder
 from ampctl.recipe.load import LoadedRecipe, recipe_changes
-from ampctl.recipe.target import import_from_current_folder
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
 from ampctl.track.warned import warnings_told
@@ -83,7 +83,7 @@ def train(
     ``watch`` is given the job as it is built, and returns the one to run. Raises an AmpctlError
     whose exit code says how the run ended, if not well.
     """
-    import_from_current_folder()
+    open_current_folder()
     notes: list[str] = []
     with ended_at_once(_TOO_EARLY) as signals, ExitStack() as held:
         place = held.enter_context(joined(loaded))
@@ -119,7 +119,6 @@ def resume(
     Raises CheckpointError if there is none that can be used or trusted, and what :func:`train`
     raises.
     """
-    import_from_current_folder()
     notes: list[str] = []
     is_first = from_environment().is_first
     with ended_at_once(_TOO_EARLY) as signals, ExitStack() as held:
