@@ -25,6 +25,8 @@ from hostile_files import (
     text,
     write,
 )
+from jobs import job
+from processes import starting
 from typer.testing import CliRunner, Result
 
 import ampctl
@@ -457,7 +459,39 @@ def test_a_hostile_recipe_inside_runs_nothing(kind: str, trained: dict[str, Any]
     said = refused(Path("evil.pt"), BUILDERS)
     assert set(Path().iterdir()) == before
     assert "\x9b" not in said
-    for reader in ("inspect", "export", "verify"):  # which build nothing, but may parse it
+    readers = ["inspect", "export", "verify"]  # which build nothing, but may parse it
+    for reader in [*readers, "train"] if kind in FOR_RANKS else readers:
         result = read_by(reader, Path("evil.pt"))
         assert result.exit_code in (0, 4), (reader, result.output, result.exc_info)
     assert "evil" not in sys.modules
+
+
+FOR_RANKS = ("a program", "a module beside the user", "what downloads", "a tag")
+
+
+@pytest.mark.parametrize("kind", FOR_RANKS)
+def test_ranks_refuse_a_hostile_recipe_as_one(
+    kind: str, trained: dict[str, Any], folder: Path
+) -> None:
+    write(Path("evil.pt"), records_of({**trained, "recipe": hostile_recipe(kind)}))
+    alone = refused(Path("evil.pt"), ("eval", "resume"))
+    ALARM.folder = None  # it does not hear what they do; `evil` leaves a canary
+    with job(folder, "resume", "evil.pt", "--run-dir", "resumed") as running:
+        ended = running.wait()
+    assert ended.code == 4
+    assert f"error: {ended.error.removeprefix('rank 1: ')}" == alone.strip()
+    assert ended.out == ended.err == ""  # the launcher tells it, once
+    assert not Path("resumed").exists()
+
+
+def test_the_launcher_refuses_a_hostile_recipe_before_it_starts_ranks(
+    trained: dict[str, Any], folder: Path
+) -> None:
+    write(Path("evil.pt"), records_of({**trained, "recipe": hostile_recipe("a program")}))
+    alone = refused(Path("evil.pt"), ("resume",))
+    ALARM.folder = None
+    for command in (("resume", "evil.pt", "--run-dir", "resumed"), ("eval", "evil.pt")):
+        with starting(folder) as start:
+            ended = start(*command, "--nproc-per-node", "2").wait()
+        assert (ended.code, ended.out, ended.err) == (4, "", alone)
+    assert not Path("resumed").exists()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ampctl.errors import RecipeError
-from ampctl.recipe.load import parse_recipe, to_plain
 from ampctl.recipe.current_folder import open_current_folder
+from ampctl.recipe.load import parse_recipe, to_plain
 from ampctl.recipe.target import TargetError, blocks, build, locate
 
 MODULE = """\
