@@ -409,6 +409,9 @@ def test_an_untouched_forgery_is_read(trained: dict[str, Any]) -> None:
     assert ampctl.load_model("plain.pt")
 
 
+ENDS_ITS_QUOTES = (
+    '[", 1) and getattr(__import__("os"), "system")("touch canary") or getattr(self, "]'
+)
 BOMB = "".join(
     f"{name}: &{name} [{', '.join([f'*{before}' if before else 'x'] * 10)}]\n"
     for name, before in zip("abcdef", ["", *"abcde"], strict=True)
@@ -423,6 +426,12 @@ RECIPES: dict[str, str] = {
     "a path that climbs": "model: {_target_: torch.nn.modules.module.os.system, command: x}",
     "a method": "model: {_target_: torch.nn.Module.load_state_dict}",
     "nested": "model: {_target_: torch.nn.Sequential, x: [{y: {_target_: evil.Net}}]}",
+    "a name that becomes code": "model: {_target_: timm.models.GraphExtractNet, "
+    "return_nodes: [']'], model: "
+    "{_target_: torchvision.models.detection.backbone_utils.IntermediateLayerGetter, "
+    f"return_layers: {{']': a}}, model: {{_target_: torch.nn.ModuleDict, modules: "
+    f"{{'{ENDS_ITS_QUOTES}': {{_target_: torch.nn.Flatten}}, "
+    "']': {_target_: torch.nn.Linear, in_features: 64, out_features: 10}}}}}",
     "an alias": "seed: 0\nmodel: &m {_target_: evil.Net}",
     "merged": "model: {<<: {_target_: evil.Net}}",
     "a loader of images": "data: {batch_size: 3, train: "

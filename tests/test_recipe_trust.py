@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
 from ampctl.errors import CheckpointError
 from ampctl.recipe.load import LoadedRecipe, parse_recipe
@@ -68,7 +69,8 @@ def is_trusted(**blocks: str) -> bool:
         ("model", "{_target_: torchvision.models.get_model, name: resnet18}"),
         ("model", "{_target_: torchvision.models.resnet.ResNet}"),
         ("model", "{_target_: timm.create_model, model_name: resnet18, pretrained: false}"),
-        ("model", GPT2.format("n_layer: 2")),
+        ("model", GPT2.format("n_layer: 2, id2label: {0: jack-o'-lantern (pumpkin)}")),
+        ("model", "{_target_: timm.models.SwinTransformerV2, pretrained_window_sizes: [8, 8]}"),
         ("task", "{_target_: ampctl.tasks.LanguageModel}"),
         ("train", "{_target_: ampctl.data.PythonSource}"),
         ("eval", CIFAR),
@@ -186,6 +188,20 @@ def test_objects_that_fit_their_slot_are_trusted(slot: str, block: str) -> None:
         ("model", GPT2.format("attn_implementation: evil/kernel")),
         ("model", GPT2.format("_attn_implementation: flash_attention_2")),
         ("model", GPT2.format("trust_remote_code: true")),
+        # another name for one of these
+        ("model", GPT2.format("attribute_map: {harmless: _attn_implementation}, harmless: x")),
+        ("model", GPT2.format("experts_implementation: sonicmoe")),
+        ("model", GPT2.format("__class__: x")),
+        ("model", GPT2.format("detectron2_config_args: {MODEL.WEIGHTS: evil}")),
+        # names that end the quotes they are put in, where code is written of a model
+        ("model", "{_target_: torch.nn.ModuleDict, modules: {'a\") or evil(\"': 1}}"),
+        ("model", "{_target_: torch.nn.ModuleDict, modules: [['a\") or evil(\"', 1]]}"),
+        ("model", r"{_target_: torch.nn.ModuleDict, modules: [['a\', 1]]}"),
+        ("model", r'{_target_: torch.nn.ModuleDict, modules: [["a\nb", 1]]}'),
+        ("train", r'{_target_: torch.utils.data.StackDataset, "a\nb": 1}'),
+        ("model", "{_target_: timm.models.GraphExtractNet, model: {_target_: torch.nn.Identity}}"),
+        ("model", "{_target_: timm.models.FeatureGraphNet}"),
+        ("model", "{_target_: timm.create_model, model_name: resnet18, feature_cls: fx}"),
     ],
 )
 def test_anything_else_is_refused(slot: str, block: str) -> None:
@@ -218,6 +234,28 @@ def test_a_refusal_lists_every_import_and_the_two_ways_on() -> None:
         "task: x.Y",
     ]
     assert require_trusted(recipe(), trust=True) == []
+
+
+def test_a_refusal_is_short_and_steers_no_terminal() -> None:
+    inner = ", ".join(f"{{_target_: evil.{name * 999}}}" for name in "abcdefghijklmnop")
+    loaded = recipe(model=f'{{_target_: torch.nn.ModuleList, "\\x9b2J": [{inner}]}}')
+    with pytest.raises(CheckpointError) as caught:
+        require_trusted(loaded, trust=False)
+    assert "and 7 more" in f"{caught.value}"
+    assert len(f"{caught.value}") < 4000
+    assert "\x9b" not in f"{caught.value}"
+
+
+def test_what_fetches_by_default_must_be_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As configurations of transformers 4 did."""
+
+    class Config(torch.nn.Identity):
+        def __init__(self, use_pretrained_backbone: bool = True) -> None: ...
+
+    Config.__module__ = "torch.nn.modules.linear"
+    monkeypatch.setattr(torch.nn, "Config", Config, raising=False)
+    assert not is_trusted(model="{_target_: torch.nn.Config}")
+    assert is_trusted(model="{_target_: torch.nn.Config, use_pretrained_backbone: false}")
 
 
 def test_hostile_modules_beside_the_user_never_run(

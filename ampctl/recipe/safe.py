@@ -105,11 +105,11 @@ _TORCHVISION_DATASETS = frozenset(
         "SVHN",
     ]
 )
-# Arguments that fetch files or code: each is refused unless it is off.
+# Arguments that fetch files or code, or lead to others that do: each is refused unless it is off.
 _FETCHING = re.compile(
-    r".*pretrained.*|.*remote.*|weights|weights_backbone|checkpoint_path|cache_dir|auto_map"
+    r".*pretrained(?!_window_size).*|.*remote.*|weights|weights_backbone|checkpoint_path|cache_dir|auto_map"
     r"|allow_all_kernels|use_kernels|kernel_config|quantization_config|download|target_lang"
-    r"|_?name_or_path"
+    r"|_?name_or_path|attribute_map|detectron2.*|feature_cls"
 )
 _BACKBONE = "backbone"  # as a text the name of a repository
 # What may be said to torch.compile: its options name compilers, libraries and folders.
@@ -122,7 +122,8 @@ _COMPILE = types.MappingProxyType(
         "disable": (True, False),
     }
 )
-_OWN_ATTENTION = ("eager", "sdpa")  # others may be fetched from the hub
+# Of attention and of experts; others may be fetched from the hub.
+_OWN_IMPLEMENTATIONS = ("eager", "sdpa", "batched_mm", "grouped_mm")
 
 
 def objection(key: str, block: Mapping[str, Any]) -> str:
@@ -140,9 +141,11 @@ def objection(key: str, block: Mapping[str, Any]) -> str:
         return f"another {package} lies in the current folder"
     if not any(_fits(path, rule) for rule in rules):
         return f"not known as safe for {slot or key}"
-    if path.startswith("torchvision.models.") and _fetches_by_default(path, block):
-        return "it fetches a backbone unless weights_backbone is null"
-    return _argument_objection(block, names_no_place=path.startswith(("transformers.", "timm.")))
+    fetching = _fetched_by_default(path, block)
+    if fetching:
+        return f"it fetches something unless {fetching} is off"
+    names_no_place = path.startswith(("transformers.", "timm."))
+    return _argument_objection(block, is_model=slot == "model", names_no_place=names_no_place)
 
 
 def compile_objection(options: Any) -> str:
@@ -202,8 +205,9 @@ def _is_model_function(found: Any, path: str, rule: _Rule) -> bool:
 
 
 def _is_traced(found: Any) -> bool:
-    """Tell a class of torchvision that writes its own code and runs it."""
-    return _is_under(found.__module__, "torchvision.models.feature_extraction")
+    """Tell a class that writes code of what is given to it, and runs that."""
+    tracing = ("torchvision.models.feature_extraction", "timm.models._features_fx")
+    return any(_is_under(found.__module__, module) for module in tracing)
 
 
 def _torchvision_builders() -> dict[str, Any]:
@@ -212,22 +216,27 @@ def _torchvision_builders() -> dict[str, Any]:
     return {name: models.get_model_builder(name) for name in models.list_models()}
 
 
-def _fetches_by_default(path: str, block: Mapping[str, Any]) -> bool:
-    """Tell a model that fetches the weights of its backbone where nothing is said of them."""
-    if "weights_backbone" in block:
-        return False  # which is looked at by itself
+def _fetched_by_default(path: str, block: Mapping[str, Any]) -> str:
+    """Return the argument by which a target fetches something where nothing is said of it."""
     found = locate(path)
     if path == "torchvision.models.get_model":
         found = _torchvision_builders().get(f"{block.get('name')}".lower())
-    default = parameters_of(found).get("weights_backbone")
-    return default is not None and default.default is not None
+    for name, parameter in parameters_of(found).items():
+        default = None if parameter.default is parameter.empty else parameter.default
+        if name not in block and _FETCHING.fullmatch(name) and default:
+            return name
+    return ""
 
 
-def _argument_objection(value: Any, *, names_no_place: bool) -> str:
-    """Say which argument fetches something; ``names_no_place``: no text may be a path or a URL."""
+def _argument_objection(value: Any, *, is_model: bool, names_no_place: bool) -> str:
+    """Say which argument fetches something, or may come to be read as code.
+
+    ``names_no_place``: no text may be a path or a URL.
+    """
     if isinstance(value, str):
-        is_place = names_no_place and re.search(r"[/\\:]", value)
-        return f"{value!r} may name a place to load from" if is_place else ""
+        if names_no_place and re.search(r"[/\\:]", value):
+            return f"{value!r:.60} may name a place to load from"
+        return f"{value!r:.60} may be read as code" if is_model and _breaks_out(value) else ""
     if isinstance(value, list):
         items = ((f"{index}", item) for index, item in enumerate(value))
     elif isinstance(value, dict):
@@ -235,16 +244,23 @@ def _argument_objection(value: Any, *, names_no_place: bool) -> str:
     else:
         return ""
     for name, item in items:
+        if name.startswith("__") or _breaks_out(name):
+            return f"its argument {name!r:.60} may be read as code"
         if item and (
             _FETCHING.fullmatch(name)
             or (name == _BACKBONE and isinstance(item, str))
-            or ("attn_implementation" in name and item not in _OWN_ATTENTION)
+            or ("implementation" in name and item not in _OWN_IMPLEMENTATIONS)
         ):
             return f"its argument {name} may load files or code"
-        objection = _argument_objection(item, names_no_place=names_no_place)
+        objection = _argument_objection(item, is_model=is_model, names_no_place=names_no_place)
         if objection:
             return objection
     return ""
+
+
+def _breaks_out(text: str) -> bool:
+    """Tell a text that can end the quotes it is put in: torch.fx writes code with names in it."""
+    return '"' in text or "\\" in text or not text.isprintable()
 
 
 def _is_under(name: str, package: str) -> bool:

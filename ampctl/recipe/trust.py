@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ampctl.errors import CheckpointError
+from ampctl.errors import CheckpointError, printable
 from ampctl.recipe.load import LoadedRecipe, to_plain
 from ampctl.recipe.safe import compile_objection, objection
 from ampctl.recipe.schema import TARGET
 from ampctl.recipe.target import blocks
+
+_MOST_SHOWN = 10
 
 
 def record(loaded: LoadedRecipe) -> bool:
@@ -50,7 +52,9 @@ def require_trusted(loaded: LoadedRecipe, *, trust: bool) -> list[str]:
     found = foreign(loaded)
     if not found or trust:
         return found
-    listing = "\n".join(f"    {line}" for line in found)
+    listing = "\n".join(f"    {line}" for line in found[:_MOST_SHOWN])
+    if len(found) > _MOST_SHOWN:
+        listing += f"\n    and {len(found) - _MOST_SHOWN} more"
     raise CheckpointError(
         "the recipe in this checkpoint is not trusted; it would import and call\n"
         f"{listing}\n"
@@ -67,7 +71,7 @@ def foreign(loaded: LoadedRecipe) -> list[str]:
     for key, block in blocks(to_plain(loaded.recipe)):
         reason = objection(key, block)
         if reason:
-            found.append(f"{key}: {block[TARGET]} ({reason})")
+            found.append(printable(f"{key:.100}: {block[TARGET]:.100} ({reason})"))
     reason = compile_objection(loaded.recipe.train.compile)
     if reason:
         found.append(f"train.compile: torch.compile ({reason})")
