@@ -44,7 +44,7 @@ def collect(device: str | None = None) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "cpu": {
             "model": _cpuinfo().get("model name") or platform.processor() or platform.machine(),
-            "cores": _usable_cores(),
+            "cores": usable_cores(),
             "capability": torch.backends.cpu.get_cpu_capability(),
         },
         "devices": _accelerators(),
@@ -264,7 +264,7 @@ def _cpu_flags() -> frozenset[str] | None:
     return frozenset(flags.split()) if flags else None
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     """Count the cores that this process may run on, which a cluster often limits."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -26,6 +26,7 @@ from ampctl.data.loader import EvalData, MapData
 from ampctl.data.order import Order, Request
 from ampctl.data.stream import StreamData
 from ampctl.data.workers import WorkerError
+from ampctl.errors import UsageError
 
 # ---------------------------------------------------------------- order
 
@@ -412,6 +413,20 @@ def test_a_stateful_stream_is_not_read_again() -> None:
     second.load_state_dict(first.state_dict())
     next(second.windows(0, 2))
     assert dataset.position == 18
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [100_000, 10**4000], ids=["many", "endless"])
+def test_more_workers_than_a_machine_can_bear_are_not_started(workers: int) -> None:
+    order = Order(22, 6, 4, seed=5)
+    for make in (
+        lambda n: MapData(Augmented(), order, num_workers=n),
+        lambda n: EvalData(Augmented(9), 4, seed=1, num_workers=n, pin_memory=False),
+        lambda n: stream(Stream(), num_workers=n),
+    ):
+        make(64)
+        with pytest.raises(UsageError, match=r"data\.num_workers is 1.* cores can be used"):
+            make(workers)
 
 
 def test_an_empty_stream_has_no_steps() -> None:

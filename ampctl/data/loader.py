@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader
 from ampctl.data.fetch import Fetcher, identity
 from ampctl.data.move import pinned
 from ampctl.data.order import Order, Request
-from ampctl.data.workers import end_workers, next_batch, start_worker, start_workers
+from ampctl.data.workers import (
+    end_workers,
+    next_batch,
+    require_reasonable,
+    start_worker,
+    start_workers,
+)
 from ampctl.distributed.ranks import ALONE, Ranks
 
 INDICES_SHOWN = 64
@@ -149,6 +155,7 @@ class _Reader:
     """Turn requests into batches, in this process or in workers that live as long as this does."""
 
     def __init__(self, fetcher: Fetcher, *, num_workers: int, pin_memory: bool) -> None:
+        require_reasonable(num_workers)
         self._fetcher = fetcher
         self._requests = _Requests()
         self._loader: DataLoader[Any] | None = None

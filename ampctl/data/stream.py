@@ -16,7 +16,13 @@ from ampctl import rng
 from ampctl.data.fetch import identity
 from ampctl.data.loader import Borrowed, Window
 from ampctl.data.order import deal
-from ampctl.data.workers import end_workers, next_batch, start_worker, start_workers
+from ampctl.data.workers import (
+    end_workers,
+    next_batch,
+    require_reasonable,
+    start_worker,
+    start_workers,
+)
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.errors import UsageError
 
@@ -47,6 +53,7 @@ class StreamData:
         num_workers: int = 0,
         ranks: Ranks = ALONE,
     ) -> None:
+        require_reasonable(num_workers)
         self._ranks = ranks
         self.dataset = dataset
         self._batch_size = batch_size

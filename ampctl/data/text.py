@@ -104,6 +104,8 @@ class TextFile(ByteWindows):
         if not 0 <= test_fraction < 1:
             raise ValueError(f"test_fraction is {test_fraction}; it must be 0 or more and below 1")
         file = Path(path).expanduser()
+        if file.exists() and not file.is_file():  # a device would be read for ever
+            raise UsageError(f"{file} is not a regular file. Give the path of a text file.")
         try:
             text = file.read_bytes()
         except OSError as error:

@@ -11,13 +11,28 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ampctl.errors import AmpctlError
+from ampctl.environment import usable_cores
+from ampctl.errors import AmpctlError, UsageError
+
+_MOST_PER_CORE, _ALWAYS_ALLOWED = 16, 64
 
 
 class WorkerError(AmpctlError):
     """A data worker died; the message has its signal and the samples it was reading."""
 
     exit_code = 1
+
+
+def require_reasonable(num_workers: int) -> None:
+    """Raise UsageError for a number of processes that would take the machine down."""
+    cores = usable_cores()
+    most = max(_ALWAYS_ALLOWED, _MOST_PER_CORE * cores)
+    if num_workers > most:
+        raise UsageError(
+            f"data.num_workers is {f'{num_workers:,}':.30}, and each is a process on each rank; "
+            f"of this machine {cores} cores can be used: allowed are up to {most}\n"
+            f"    give about as many as there are cores: data.num_workers={cores}"
+        )
 
 
 def start_worker(_: int) -> None:
