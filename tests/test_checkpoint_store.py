@@ -23,10 +23,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampctl.checkpoint import disk, file, lock
+from ampctl.checkpoint import disk, file, lock, parts
+from ampctl.checkpoint.abandoned import abandon_after
 from ampctl.checkpoint.index import Entry, read_index
 from ampctl.checkpoint.retention import ranked, retained
 from ampctl.checkpoint.store import NoCheckpointError, Store, load
+from ampctl.checkpoint.verify import verify
 from ampctl.errors import CheckpointError, MachineError, UsageError
 from ampctl.monitor import is_better
 from ampctl.plain import nonfinite, snapshot
@@ -256,6 +258,60 @@ def test_ck2_a_kill_before_any_call_that_changes_the_disk(
         if not killed:
             break
     assert calls > 10
+
+
+@pytest.mark.parametrize("abandoned_before", [False, True])
+def test_ck2_a_kill_while_a_run_goes_back_leaves_it_at_one_of_its_checkpoints(
+    tmp_path, monkeypatch, abandoned_before
+):
+    names_aside = ["abandoned-step-00000300.pt", "abandoned-step-00000400.pt"]
+    for calls in itertools.count():
+        run_dir = tmp_path / str(calls)
+        folder = run_of(run_dir, [100, 200, 300, 400], keep_last=9)
+        if abandoned_before:
+            (folder / names_aside[1]).write_bytes(b"of an earlier way")
+        entry = read_index(run_dir, silent)[1]
+        with monkeypatch.context() as patched:
+            kill_after(calls, patched)
+            try:
+                abandon_after(run_dir, entry)
+                killed = False
+            except Killed:
+                killed = True
+        assert load(run_dir, notify=silent).payload["progress"]["step"] in (200, 300, 400)
+        load(folder / "latest.pt", notify=silent)
+        facts = verify(run_dir)  # which finds this test's files too small to be resumed
+        said = [*facts["problems"], *facts["notes"]]
+        assert not [text for text in said if "there is none" in text or "does not tell" in text]
+        assert not [text for text in facts["problems"] if "index.json" in text]
+        abandon_after(run_dir, entry)
+        store(run_dir, keep_last=9).tidy(entry)
+        assert load(run_dir, notify=silent).payload["progress"]["step"] == 200
+        assert sorted(path.name for path in folder.glob("abandoned-*")) == names_aside
+        assert load(folder / names_aside[1], notify=silent)
+        for link in ("latest.pt", "best.pt"):
+            assert os.readlink(folder / link) == "step-00000200.pt"
+        assert verify(run_dir)["notes"] == []
+        if not killed:
+            break
+    assert calls > 5
+
+
+def test_an_index_that_was_lost_is_there_again_before_a_run_goes_on(tmp_path):
+    folder = run_of(tmp_path, [100, 200])
+    (folder / "index.json").unlink()
+    newest = read_index(tmp_path, lambda text: None)[-1]
+    assert abandon_after(tmp_path, newest) == []
+    assert read_index(tmp_path, silent)[-1] == newest
+
+
+def test_ck2_a_folder_that_is_in_the_way_leaves_the_one_being_written_alone(tmp_path):
+    path = tmp_path / "step-00000100.dist"
+    for folder in (path, disk.temporary(path)):
+        folder.mkdir()
+        (folder / "state.pt").touch()
+    parts.remove(path)
+    assert names(tmp_path) == {disk.temporary(path).name}
 
 
 def test_ck2_stale_temporary_files_are_removed_at_the_start(tmp_path):
@@ -543,6 +599,27 @@ def test_a_folder_of_checkpoints_that_someone_removed_is_made_anew(tmp_path):
     shutil.rmtree(tmp_path)
     with pytest.raises(MachineError, match="its folder is gone"):
         saver.save(payload(300), step=300, metrics={})
+
+
+def test_a_folder_that_is_removed_while_a_file_is_written_is_made_anew(tmp_path, monkeypatch):
+    folder = run_of(tmp_path, [100])
+    saver = store(tmp_path)
+    write, written = file.write, []
+
+    def disturbed(path: Path, state: Any) -> file.Written:
+        written.append(path)
+        done = write(path, state)
+        if len(written) == 1:
+            shutil.rmtree(folder)
+        return done
+
+    monkeypatch.setattr(file, "write", disturbed)
+    saver.save(payload(200), step=200, metrics={})
+    assert len(written) == 2
+    assert load(tmp_path, notify=silent).payload["progress"]["step"] == 200
+    (saved,) = saver.finished()
+    assert saved.gone == ("step-00000100.pt",)
+    assert not list(folder.glob(".*"))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

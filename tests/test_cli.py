@@ -537,3 +537,20 @@ def test_a_complete_run_says_so_and_names_how_to_go_on(run_dir: Path) -> None:
         "to go on: ampctl resume d train.max_epochs=4\n"
     )
     assert os.path.lexists(run_dir / "checkpoints" / "latest.pt")
+
+
+def test_a_resume_of_a_complete_run_removes_nothing_whatever_it_would_keep(run_dir: Path) -> None:
+    before = sorted(path.name for path in run_dir.rglob("*"))
+    assert len([name for name in before if name.startswith("step-")]) == 2
+    said = ampctl("resume", "d", "checkpoint.keep_last=1", "checkpoint.keep_best=0").stdout
+    assert "nothing is changed" in said
+    assert sorted(path.name for path in run_dir.rglob("*")) == before
+
+
+@pytest.mark.parametrize("more", [(), ("train.max_epochs=3",)])
+def test_a_lost_index_is_told_once_and_is_there_again(run_dir: Path, more: tuple[str, ...]) -> None:
+    index = run_dir / "checkpoints" / "index.json"
+    index.unlink()
+    told = "d/checkpoints/index.json is missing or damaged; examining the 2 checkpoint files"
+    assert ampctl("resume", "d", *more).stderr == f"warning: {told}\n"
+    assert len(json.loads(index.read_text())) == (3 if more else 2)

@@ -30,9 +30,10 @@ from typer.testing import CliRunner
 
 from ampctl import load_model
 from ampctl.checkpoint import parts
+from ampctl.checkpoint.abandoned import abandon_after
 from ampctl.checkpoint.index import read_index, write_index
 from ampctl.checkpoint.links import point
-from ampctl.checkpoint.store import abandon_after, load
+from ampctl.checkpoint.store import load
 from ampctl.cli import app
 from ampctl.distributed.ranks import ALONE, Ranks, Writers
 from ampctl.distributed.shard import shard_

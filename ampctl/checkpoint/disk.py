@@ -94,22 +94,29 @@ def fault(path: Path, error: OSError, needed: int) -> MachineError:
     """Say in words why ``path`` could not be written; ``needed`` is its size in bytes, or 0."""
     reason = error.strerror or f"{error}"
     size = f"{needed:,} bytes are needed, " if needed else ""
+    has_older = _holds_checkpoints(path.parent)
+    intact = "the checkpoints before it are intact: " if has_older else ""
     if error.errno == errno.ENOSPC:
         return MachineError(
-            f"no room to write {path}: {size}{_free(path)} ({reason}); {_INTACT}: make room, "
-            f"then resume. {_DROPS}"
+            f"no room to write {path}: {size}{_free(path)} ({reason}); {intact}make room, then "
+            f"resume{_DROPS if has_older else ''}"
         )
     if error.errno == errno.EDQUOT:
         return MachineError(
             f"no room to write {path}: {size}the quota of this user or folder is used up "
-            f"({reason}); {_INTACT}: remove files that count in it or ask for more, then resume. "
-            f"{_DROPS}"
+            f"({reason}); {intact}remove files that count in it or ask for more, then resume"
+            f"{_DROPS if has_older else ''}"
         )
     if error.errno == errno.EFBIG:
         return MachineError(
-            f"cannot write {path}: {size}more than one file may have here ({reason}); {_INTACT}: "
+            f"cannot write {path}: {size}more than one file may have here ({reason}); {intact}"
             "raise the limit (`ulimit -f`) or, if it is the file system's, go on elsewhere with "
             "`ampctl resume RUN --run-dir DIR`"
+        )
+    if error.errno in _IN_THE_WAY:
+        return MachineError(
+            f"cannot write {path}: {_obstacle(error) or path} is in the way ({reason}): remove or "
+            "rename it, then resume"
         )
     if error.errno == errno.EIO:
         return MachineError(
@@ -127,12 +134,33 @@ def fault(path: Path, error: OSError, needed: int) -> MachineError:
     )
 
 
-_INTACT = "the checkpoints before it are intact"
-_DROPS = "(`ampctl resume RUN checkpoint.keep_last=1` removes older checkpoints before it saves.)"
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)
+_DROPS = ". (`ampctl resume RUN checkpoint.keep_last=1` removes older checkpoints before it saves.)"
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    try:
+        return any(folder.glob("step-*"))
+    except OSError:  # the disk fails
+        return False
 
 
 def _free(path: Path) -> str:
     try:
-        return f"{shutil.disk_usage(path.parent).free:,} bytes are free"
+        facts = os.statvfs(path.parent)
     except OSError:  # the folder is gone too
         return "how many are free is not known"
+    free = f"{facts.f_bavail * facts.f_frsize:,} bytes are free"
+    if facts.f_files and not facts.f_favail:  # some file systems do not count them
+        return f"{free}, and not one more file can be made there (no inodes are left)"
+    return free
+
+
+def _obstacle(error: OSError) -> Path | None:
+    """Return what stands where a file was to be made, or where its folder should be."""
+    name = error.filename2 or error.filename
+    if not isinstance(name, str | Path):
+        return None
+    place = Path(name)
+    is_folder_at_fault = error.errno == errno.ENOTDIR and not place.parent.is_dir()
+    return place.parent if is_folder_at_fault else place

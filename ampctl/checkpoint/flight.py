@@ -11,12 +11,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Saved:
-    """A finished save: the file, its step, its size in bytes and how long it took to write."""
+    """A finished save: the file, its step, its size in bytes and how long it took to write.
+
+    ``gone`` names older files of the run that were no longer there.
+    """
 
     path: Path
     step: int
     size: int
     seconds: float
+    gone: tuple[str, ...] = ()
 
 
 class Flight:

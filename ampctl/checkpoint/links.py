@@ -6,7 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
-from ampctl.checkpoint import disk
+from ampctl.checkpoint import disk, parts
+
+LATEST = "latest"
+BEST = "best"
+SUFFIXES = (".pt", parts.SUFFIX)
 
 
 def point(link: Path, target: str | None) -> None:

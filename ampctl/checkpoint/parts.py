@@ -158,10 +158,11 @@ def size(path: Path) -> int:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint of either form, if it is there; of a folder never a part alone."""
-    if not path.is_dir() or path.is_symlink():
+    if not is_folder(path) or not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
         return
-    going = disk.temporary(path)
+    # Not by the name under which one is being written that will have this name.
+    going = disk.temporary(path.with_name(f"{path.name}.old"))
     os.replace(path, going)
     shutil.rmtree(going)
 

@@ -32,17 +32,12 @@ from ampctl.checkpoint.index import (
     read_index,
     write_index,
 )
-from ampctl.checkpoint.links import point
+from ampctl.checkpoint.links import BEST, LATEST, SUFFIXES, point
 from ampctl.checkpoint.retention import newest, ranked, retained
 from ampctl.distributed.ranks import Writers
-from ampctl.errors import CheckpointError, first_of
+from ampctl.errors import CheckpointError, MachineError, first_of
 from ampctl.monitor import Mode
 from ampctl.plain import nonfinite
-
-LATEST = "latest"
-BEST = "best"
-ABANDONED = "abandoned-"
-SUFFIXES = (".pt", parts.SUFFIX)
 
 
 class NoCheckpointError(CheckpointError):
@@ -159,6 +154,22 @@ class Store:
         finite: bool,
         shards: Mapping[str, Tensor] | None,
     ) -> None:
+        try:
+            self._try(payload, step, metrics, finite, shards)
+        except MachineError:
+            if shards is not None or self._folder.exists():
+                raise
+            # Someone has removed the folder meanwhile: this state is all that is left of the run.
+            self._try(payload, step, metrics, finite, shards)
+
+    def _try(
+        self,
+        payload: Mapping[str, Any],
+        step: int,
+        metrics: dict[str, float],
+        finite: bool,
+        shards: Mapping[str, Tensor] | None,
+    ) -> None:
         begin = time.monotonic()
         path = self._folder / file_name(step, finite, in_parts=shards is not None)
         try:
@@ -182,6 +193,7 @@ class Store:
         )
         try:
             present = [e for e in self._entries if (self._folder / e.file).exists()]
+            gone = tuple(e.file for e in self._entries if e not in present)
             if all(e.file != entry.file for e in present):
                 # A kill between index and unlink leaves a file that no row tells of: under the row
                 # of the new file it would pass for damaged.
@@ -195,7 +207,7 @@ class Store:
             raise disk.fault(path, error, written.size) from error
         finally:
             disk.discard(disk.temporary(path))
-        self._saved.append(Saved(path, step, written.size, time.monotonic() - begin))
+        self._saved.append(Saved(path, step, written.size, time.monotonic() - begin, gone))
 
     def _prove(self, path: Path, entry: Entry) -> None:
         """Read the first file back, before an older one is given up for it."""
@@ -233,30 +245,6 @@ class Store:
         finally:
             disk.discard(*going)
         self._entries = kept
-
-
-def abandon_after(run_dir: Path, entry: Entry) -> list[str]:
-    """Take what was saved after ``entry`` out of a run that goes back to it; return the new names.
-
-    The files stay, as ``abandoned-step-*.pt``: of a way that was not taken, they must be neither
-    the newest nor the best. Whoever calls this holds the lock of the run folder.
-    """
-    entries = read_index(run_dir)
-    places = [place for place, other in enumerate(entries) if other == entry]
-    if not places:
-        return []
-    kept, later = entries[: places[0] + 1], entries[places[0] + 1 :]
-    later = [other for other in later if other.file not in {e.file for e in kept}]
-    if not later:
-        return []
-    folder = run_dir / FOLDER
-    write_index(folder, kept)
-    for other in later:
-        aside = folder / f"{ABANDONED}{other.file}"
-        parts.remove(aside)  # of an earlier way: a folder is not replaced by another
-        os.replace(folder / other.file, aside)
-    disk.sync_folder(folder)
-    return [f"{ABANDONED}{other.file}" for other in later]
 
 
 def load(source: Path, *, notify: Notify, in_parts: bool = False, look: bool = False) -> Loaded:

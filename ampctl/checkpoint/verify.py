@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from ampctl.checkpoint import file, parts
+from ampctl.checkpoint.abandoned import ABANDONED
 from ampctl.checkpoint.contents import Facts, fact, is_whole, named_tensors
 from ampctl.checkpoint.file import UnusableCheckpointError
 from ampctl.checkpoint.index import FOLDER, INDEX, NONFINITE, Entry, parse_index, step_files
+from ampctl.checkpoint.links import BEST, LATEST, SUFFIXES
 from ampctl.checkpoint.retention import ranked
-from ampctl.checkpoint.store import BEST, LATEST, SUFFIXES, NoCheckpointError
+from ampctl.checkpoint.store import NoCheckpointError
 from ampctl.errors import CheckpointError, RecipeError, first_of, printable
 from ampctl.plain import nonfinite
 from ampctl.recipe.load import parse_recipe
@@ -134,10 +136,12 @@ def _run(source: Path, folder: Path, shown: Shown) -> Facts:
         # between leaves the last row without a file, and no link to it.
         cut_off = place == "last" and name not in links.values()
         dropped = any(folder.glob(f".{glob.escape(name)}.*.tmp"))  # retention was cut off
-        where = notes if cut_off or dropped else problems
         how = "a save that was cut off" if cut_off or dropped else "someone has removed it"
+        if (folder / f"{ABANDONED}{name}").exists():
+            how = f"it is {ABANDONED}{name}, of a return to an older one that was cut off"
+        where = problems if how.startswith("someone") else notes
         where.append(f"{name}: {INDEX} tells of it and it is not there: {how}")
-    if not any(v.verdict == INTACT and not v.file.startswith("abandoned-") for v in found):
+    if not any(v.verdict == INTACT and not v.file.startswith(ABANDONED) for v in found):
         problems.append("there is no checkpoint to go on from")
     left = sorted(path.name for path in folder.glob(".*.tmp"))
     if left:
@@ -229,6 +233,9 @@ def _links(
     for name in (LATEST, BEST):
         there = [folder / f"{name}{s}" for s in SUFFIXES if os.path.lexists(folder / f"{name}{s}")]
         for link in there:
+            if link.is_dir() and not link.is_symlink():
+                problems.append(f"{link.name}: it is a folder in the place of a link; remove it")
+                continue
             target = _target(link, entries)
             links[link.name] = target or "another file"
             if target is None or not (folder / target).exists():
@@ -289,7 +296,7 @@ def _is_listed(path: Path) -> bool:
 
 
 def _abandoned(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.glob("abandoned-step-*") if p.suffix in SUFFIXES)
+    return sorted(p for p in folder.glob(f"{ABANDONED}step-*") if p.suffix in SUFFIXES)
 
 
 def _is_list(value: Any) -> bool:

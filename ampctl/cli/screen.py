@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from ampctl.distributed import failure, member
-from ampctl.errors import AmpctlError, InterruptedRunError
+from ampctl.errors import AmpctlError, InterruptedRunError, MachineError
+from ampctl.track.console import silence
 
 if TYPE_CHECKING:
     from ampctl.data.loader import EvalData
@@ -29,17 +29,17 @@ def told() -> Iterator[None]:
             yield
     except AmpctlError as error:
         if failure.record(error):
-            typer.echo(f"error: {error}", err=True)
+            warn(f"error: {error}")
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt:
         if failure.record(InterruptedRunError("interrupted")):
-            typer.echo("interrupted", err=True)
+            warn("interrupted")
         raise typer.Exit(InterruptedRunError.exit_code) from None
     except Exception as error:
         if not member.is_rank():
             raise
         if failure.record(error):
-            typer.echo(failure.as_traceback(error), err=True)
+            warn(failure.as_traceback(error))
         raise typer.Exit(AmpctlError.exit_code) from error
 
 
@@ -99,17 +99,21 @@ def bar_over(items: Any, doing: str) -> Iterable[Any]:
 
 
 def echo(text: str) -> None:
-    """Print to stdout."""
+    """Print to stdout. Raises MachineError if that cannot be written, a file on a full disk say."""
     try:
         typer.echo(text)
     except BrokenPipeError:
         # The reader of a pipe has what it wanted (`ampctl show digits | head`).
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
+    except OSError as error:
+        silence(sys.stdout)
+        raise MachineError(f"cannot write the output: {error.strerror}") from error
 
 
 def warn(text: str) -> None:
-    """Print to stderr."""
-    typer.echo(text, err=True)
+    """Print to stderr, if that can be written."""
+    with suppress(OSError):
+        typer.echo(text, err=True)
 
 
 def warning(text: str) -> None:

@@ -302,7 +302,17 @@ def _print_plain(line: str, stream: TextIO) -> None:
         print(_encodable(line, stream.encoding), file=stream, flush=True)
     except BrokenPipeError:
         # Whoever read has gone (`ampctl train ... | head`); the run goes on without them.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        silence(stream)
+    except OSError as error:  # a file on a full disk, a terminal that was hung up
+        silence(stream)
+        if stream is not sys.stderr:
+            told = f"warning: nothing more is told here ({error.strerror}), and the run goes on"
+            _print_plain(f"{told}: metrics.jsonl has it all", sys.stderr)
+
+
+def silence(stream: TextIO) -> None:
+    """Let what is printed from here on go nowhere; else it would fail again at the very end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _encodable(line: str, encoding: str | None) -> str:

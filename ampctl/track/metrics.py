@@ -5,6 +5,7 @@ What the events mean and when they are written is the training loop's; this modu
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -69,9 +70,12 @@ class MetricsFile:
             raise self._fault(error) from error
 
     def _fault(self, error: OSError) -> MachineError:
+        mend = "Make room or give the right to write there"
+        if error.errno == errno.EFBIG:
+            mend = "Raise the limit to the size of a file (`ulimit -f`)"
         return MachineError(
             f"{self.path}: the metrics cannot be written: {error.strerror}.\n"
-            "    Make room or give the right to write there, then go on with `ampctl resume`."
+            f"    {mend}, then go on with `ampctl resume`."
         )
 
 

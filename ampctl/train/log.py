@@ -8,14 +8,16 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ampctl.checkpoint import disk
 from ampctl.checkpoint.flight import Saved
 from ampctl.checkpoint.room import shortage
+from ampctl.errors import first_of
 from ampctl.state import Progress, StepReport
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
@@ -177,6 +179,11 @@ class RunLog:
                 seconds=self._stalls.pop(saved.step, None),
                 bytes=saved.size,
             )
+            if saved.gone:
+                self.console.warn(
+                    f"someone has removed {first_of(saved.gone)} from {saved.path.parent}: the run "
+                    f"goes on, and {saved.path.name} is saved"
+                )
             self._warn_of_slow_save(saved)
             self._warn_of_little_room(saved)
 
@@ -249,12 +256,24 @@ def _memory_mb(device: torch.device) -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+class _LogFile(logging.FileHandler):
+    """A log that loses lines where there is no room for them; what matters is told elsewhere."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Print no traceback for a disk that is full; the next event stops the run in words."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
 @contextmanager
 def log_file(run_dir: Path, rank: int) -> Iterator[None]:
     """Keep what libraries and ampctl log in a file of each rank."""
-    logs = run_dir / LOGS
-    logs.mkdir(parents=True, exist_ok=True)  # a node may have a file system of its own
-    handler = logging.FileHandler(logs / f"rank-{rank}.log")
+    path = run_dir / LOGS / f"rank-{rank}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # a node may have a file system of its own
+        handler = _LogFile(path)
+    except OSError as error:
+        raise disk.fault(path, error, 0) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -262,4 +281,5 @@ def log_file(run_dir: Path, rank: int) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # it still holds the lines that found no room
+            handler.close()

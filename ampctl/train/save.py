@@ -13,6 +13,7 @@ from ampctl.checkpoint.elsewhere import Elsewhere
 from ampctl.checkpoint.store import Store
 from ampctl.distributed.ranks import Writers
 from ampctl.errors import first_of
+from ampctl.recipe.schema import CheckpointConfig
 from ampctl.track.console import Console
 from ampctl.train import folder
 from ampctl.train.across_ranks import nonfinite_names
@@ -27,10 +28,30 @@ def open_store(
 
     ``writers``: the ranks that write together, where each has a part of the state.
     """
-    checkpoint, ranks = job.recipe.checkpoint, job.state.ranks
-    if not ranks.is_first:
+    checkpoint = job.recipe.checkpoint
+    if not job.state.ranks.is_first:
         return Elsewhere(run_dir, asynchronous=checkpoint.asynchronous, writers=writers)
+    return _tidied(checkpoint, run_dir, origin, writers, console)
+
+
+def leave_complete(run_dir: Path, origin: Origin, console: Console) -> None:
+    """End a save of a complete run that a kill cut off, and change nothing else there.
+
+    What is kept is what its own settings keep: those of a resume that does nothing do not count.
+    """
+    if origin.entry is not None:
+        _tidied(origin.saved_recipe.recipe.checkpoint, run_dir, origin, None, console)
+
+
+def _tidied(
+    checkpoint: CheckpointConfig,
+    run_dir: Path,
+    origin: Origin | None,
+    writers: Writers | None,
+    console: Console,
+) -> Store:
     folder.clear(run_dir)
+    entry = origin.entry if origin is not None else None
     store = Store(
         run_dir,
         keep_last=checkpoint.keep_last,
@@ -39,11 +60,15 @@ def open_store(
         mode=checkpoint.mode,
         asynchronous=checkpoint.asynchronous,
         writers=writers,
-        notify=console.warn,
+        notify=console.warn if entry is None else _unheard,  # it was said when that was found
     )
-    if origin is not None and origin.entry is not None:
-        store.tidy(origin.entry)
+    if entry is not None:
+        store.tidy(entry)
     return store
+
+
+def _unheard(text: str) -> None:
+    """Say nothing a second time."""
 
 
 def prepare(run: Run) -> None:

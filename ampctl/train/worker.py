@@ -13,16 +13,10 @@ import torch
 from ampctl import environment, plain
 from ampctl.build import Job
 from ampctl.checkpoint import lock
+from ampctl.checkpoint.abandoned import ABANDONED, abandon_after
 from ampctl.checkpoint.elsewhere import Elsewhere
 from ampctl.checkpoint.index import Entry
-from ampctl.checkpoint.store import (
-    ABANDONED,
-    Loaded,
-    NoCheckpointError,
-    Store,
-    abandon_after,
-    load,
-)
+from ampctl.checkpoint.store import Loaded, NoCheckpointError, Store, load
 from ampctl.distributed.attendance import Attendance
 from ampctl.distributed.env import StopSignals, ended_at_once
 from ampctl.distributed.heed import Heed
@@ -33,6 +27,7 @@ from ampctl.errors import (
     AmpctlError,
     CheckpointError,
     InterruptedRunError,
+    MachineError,
     NumericsError,
     PreemptedError,
     UsageError,
@@ -51,7 +46,7 @@ from ampctl.train.loop import evaluation_was_cut_off, finished, fit
 from ampctl.train.place import Place, joined
 from ampctl.train.restore import Origin, read, restore, saved_recipe
 from ampctl.train.run import Run
-from ampctl.train.save import finish, look, open_store
+from ampctl.train.save import finish, leave_complete, look, open_store
 
 Watch = Callable[[Job], Job]
 
@@ -204,9 +199,8 @@ def _run(
         built = build(loaded, ranks, init_from, console.note)
         job = _prepare(watch(built), run_dir, origin, console)
         if job is None:
-            if ranks.is_first and origin is not None and origin.entry is not None:
-                # A kill may have cut its last save off. The other ranks have nothing to write.
-                open_store(built, run_dir, origin, None, console)
+            if ranks.is_first and origin is not None:
+                leave_complete(run_dir, origin, console)
             return
         if ranks.is_first and origin is not None and origin.entry is not None:
             _go_back(run_dir, origin.entry, origin.passed_over, console)
@@ -295,8 +289,9 @@ def _fit(
         console.finish(words.ending(job, run_dir, reason))
     except BaseException as error:
         code = error.exit_code if isinstance(error, AmpctlError) else 1
-        _end_saves(run)
-        log.stop(run.progress.step, _REASONS.get(type(error), "error"), code)
+        with suppress(MachineError):  # a disk without room hides no other error, nor its own cause
+            _end_saves(run)
+            log.stop(run.progress.step, _REASONS.get(type(error), "error"), code)
         raise
     finally:
         with ExitStack() as last:  # each is closed, whatever another one raises
