@@ -119,6 +119,11 @@ def test_a_number_that_is_not_finite_or_of_a_thousand_digits_is_refused_for_a_fl
         assert (where, key) == ("command line", "amp.max_scale")
 
 
+def test_a_wait_for_longer_than_clocks_can_count_is_refused() -> None:
+    assert only(VALID, "distributed.timeout_minutes=1e300")[1] == "distributed.timeout_minutes"
+    assert load(VALID, "distributed.timeout_minutes=525600")
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -578,6 +583,72 @@ def test_a_stored_recipe_reads_no_environment_and_no_file(
     write(folder, base="seed: 9\n")
     assert only(f"{VALID}extends: base.yaml\n")[1] == "extends"
     assert only(VALID, "name=${oc.env:SECRET}")[0] == "command line"
+
+
+MODEL = "model: {_target_: ampctl.models.ConvNet, "
+NAME = "name: digits"
+ATTACKS: dict[str, tuple[str, str]] = {
+    "environment": (NAME, "name: ${oc.env:SECRET}"),
+    "escaped environment": (NAME, r"name: \${oc.env:SECRET}"),
+    "environment escaped twice": (NAME, r"name: \\${oc.env:SECRET}"),
+    "environment in environment": (NAME, "name: ${${oc.env:SECRET}}"),
+    "environment in a name": (MODEL, f"{MODEL}'${{oc.env:SECRET}}': 1, "),
+    "environment in a target": (MODEL, "model: {_target_: '${oc.env:SECRET}.x', "),
+    "environment as a number": ("seed: 3", "seed: ${oc.env:SECRET}"),
+    "decoded": (MODEL, MODEL + "x: '${oc.decode:${oc.env:SECRET}}', "),
+    "created": (MODEL, MODEL + "x: '${oc.create:{_target_: os.system}}', "),
+    "of itself": (NAME, "name: ${name}"),
+    "a circle": (MODEL, MODEL + "x: '${model.y}', y: '${model.x}', "),
+    "a mapping of itself": (MODEL, "model: &m {_target_: a.b, x: *m, "),
+    "merged with itself": (MODEL, "model: &m {_target_: a.b, <<: *m, "),
+    "merged with a number": (MODEL, MODEL + "<<: [{x: 1}, 3], "),
+    "hexadecimal": ("seed: 3", "seed: 0x" + "F" * 3999),
+    "hexadecimal in a block": (MODEL, MODEL + "x: 0x" + "F" * 3500 + ", "),
+    "octal in a block": (MODEL, MODEL + "x: 0o" + "7" * 3999 + ", "),
+    "hexadecimal epochs": ("max_epochs: 2", "max_epochs: 0x" + "F" * 3999),
+    "decimal epochs": ("max_epochs: 2", "max_epochs: " + "9" * 3999),
+    "no number": ("seed: 3", "seed: .nan"),
+    "half a pair": (NAME, r'name: "\ud800"'),
+    "half a pair, raw": (NAME, "name: \ud800"),
+    "half a pair as a name": (MODEL, MODEL + r'"\udfff": 1, '),
+    "nothing": (NAME, r'name: "\0"'),
+    "nothing, raw": (NAME, "name: a\0b"),
+    "no character": (NAME, r'name: "\UFFFFFFFF"'),
+    "from right to left": (NAME, r'name: "\u202egpj"'),
+    "a name as a list": (NAME, f"? [a]\n: 1\n{NAME}"),
+    "a name of 10 MB": (MODEL, f"{MODEL}{'k' * 10_000_000}: 1, "),
+    "a name of 900 kB": (MODEL, f"{MODEL}{'k' * 900_000}: 1, "),
+    "an object": (MODEL, "model: !!python/object/new:os.system [x]\nx: {"),
+    "a name of Python": (NAME, "name: !!python/name:os.system"),
+    "a tag by another name": (
+        NAME,
+        f"%TAG ! tag:yaml.org,2002:python/\n---\n{NAME} !name:os.system",
+    ),
+    "a file": (NAME, "name: !include /etc/passwd"),
+    "binary": (NAME, "name: !!binary aGVsbG8="),
+    "a set": (MODEL, "model: !!set {_target_, "),
+    "a target of 200 kB": (MODEL, f"model: {{_target_: {'a.' * 100_000}b, "),
+    "a target as a list": (MODEL, "model: {_target_: [os.system], "),
+    "a glob": ('"layers.11.*"', '"[' + "*a" * 5000 + '"'),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_stored_recipe_that_attacks_is_literal_or_refused(
+    attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "token")
+    monkeypatch.setenv("token", "token")
+    old, new = ATTACKS[attack]
+    assert VALID.count(old) == 1
+    text = VALID.replace(old, new)
+    try:
+        told = load(text).text
+    except RecipeError as error:
+        told = f"{error}"
+    else:
+        assert load(told).recipe == load(text).recipe
+    assert "token" not in told
 
 
 # What is written out

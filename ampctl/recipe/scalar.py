@@ -24,7 +24,8 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INF = re.compile(r"[-+]?\.(inf|Inf|INF)")
 _NAN = frozenset({".nan", ".NaN", ".NAN"})
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
-_MAX_INT_DIGITS = 4000  # Python itself refuses to read more than 4300
+# Python reads and writes no more than 4300 decimal digits, and as many make 3500 hexadecimal ones.
+_MAX_INT_DIGITS = 3500
 
 
 def scalar(text: str) -> Scalar:

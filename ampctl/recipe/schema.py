@@ -17,6 +17,7 @@ TARGET = "_target_"
 
 FLOAT32_MAX = 3.4e38
 INT32_MAX = 2**31 - 1
+MINUTES_OF_A_YEAR = 525_600
 
 
 def key(
@@ -181,7 +182,9 @@ class DistributedConfig:
         None, "fsdp: globs of the modules that are sharded; null: the largest list of like modules"
     )
     find_unused_parameters: bool = key(False, "allow parameters that take no part in the loss")
-    timeout_minutes: float = key(10.0, "how long a rank waits for the others", above=0)
+    timeout_minutes: float = key(
+        10.0, "how long a rank waits for the others", above=0, at_most=MINUTES_OF_A_YEAR
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
