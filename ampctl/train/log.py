@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from ampctl.updater import key
 
 FLOAT16_MAX = 65504.0
 LOW_HEADROOM = 1.0  # doublings
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class RunLog:
@@ -256,8 +260,18 @@ def _memory_mb(device: torch.device) -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+def _through_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 class _LogFile(logging.FileHandler):
     """A log that loses lines where there is no room for them; what matters is told elsewhere."""
+
+    def _open(self) -> TextIOWrapper:
+        # A run folder may be a stranger's, with a link in it to a file of the user.
+        return open(
+            self.baseFilename, "a", encoding="utf-8", errors="replace", opener=_through_no_link
+        )
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Print no traceback for a disk that is full; the next event stops the run in words."""
@@ -267,14 +281,17 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def log_file(run_dir: Path, rank: int) -> Iterator[None]:
-    """Keep what libraries and ampctl log in a file of each rank."""
+    """Keep what libraries and ampctl log in a file of each rank.
+
+    Raises MachineError where it cannot be written.
+    """
     path = run_dir / LOGS / f"rank-{rank}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # a node may have a file system of its own
         handler = _LogFile(path)
     except OSError as error:
         raise disk.fault(path, error, 0) from error
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger()
     root.addHandler(handler)
     try:
