@@ -21,10 +21,11 @@ Verdict = tuple[Support, str]
 """How well a device does a precision, and why in words."""
 
 
-def collect(device: str | None = None) -> dict[str, Any]:
+def collect(device: str | None = None, *, with_git: bool = True) -> dict[str, Any]:
     """Return the facts that are stored with a run, as plain types.
 
     `device` is the one that the run uses, if there is a run. A fact that cannot be had is None.
+    ``with_git``: ask git of the current folder, whose settings can make it run any program.
     Memory is in bytes; `started` is local time in ISO 8601.
     """
     import numpy
@@ -49,7 +50,7 @@ def collect(device: str | None = None) -> dict[str, Any]:
         },
         "devices": _accelerators(),
         "device": device,
-        "git": _git(),
+        "git": _git() if with_git else None,
         "command": list(sys.argv),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
@@ -72,13 +73,24 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hostile(folder: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the checkpoint, of a recipe that was trained here too, and hostile modules."""
+    """A folder with the checkpoint, of a recipe that was trained here too, and hostile modules.
+
+    It is a repository besides, whose settings let git run a program when it is asked for changes.
+    """
     monkeypatch.setenv("XDG_STATE_HOME", f"{saved / 'state'}")
     shutil.copy(saved / "visit.pt", folder)
     for name in NAMES:
         (folder / f"{name}.py").write_text(
             f"import pathlib; pathlib.Path({str(folder)!r}, 'canary-{name}').touch()\n"
         )
+    who = ("-c", "user.name=a", "-c", "user.email=a")
+    for words in (
+        ("init", "-q"),
+        ("add", "visit.pt"),
+        (*who, "commit", "-q", "-m", "a"),
+        ("config", "core.fsmonitor", f"touch {folder / 'canary-git'}; false #"),
+    ):
+        subprocess.run(["git", *words], cwd=folder, check=True)
     return folder
 
 
@@ -157,6 +169,7 @@ def test_what_the_user_names_beside_it_is_imported(hostile: Path, start: Start) 
     (hostile / "own_detail.py").write_text("LABEL = 1\n")
     for name in NAMES:
         (hostile / f"{name}.py").unlink()
+    shutil.rmtree(hostile / ".git")
     said = well(start("eval", "visit.pt", "data.eval={_target_: own_data.Set}").wait())
     assert "evaluated:     4 samples" in said
 

@@ -26,6 +26,11 @@ def open_current_folder() -> None:
         importlib.invalidate_caches()
 
 
+def is_open() -> bool:
+    """Tell whether modules of the current folder can be imported."""
+    return any(map(_is_current, sys.path))
+
+
 def close_current_folder() -> None:
     """Take the current folder off ``sys.path``, and off that of processes started from here.
 

@@ -20,8 +20,7 @@ from ampctl.environment import collect
 from ampctl.errors import CheckpointError, RecipeError, first_of
 from ampctl.load_state import MisfitError
 from ampctl.optim import make_skippable
-from ampctl.recipe import trust
-from ampctl.recipe.current_folder import open_current_folder
+from ampctl.recipe import current_folder, trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.schema import Block, Recipe, by_name
 from ampctl.train.across_ranks import nonfinite_names
@@ -65,7 +64,7 @@ def read(
         notify(f"trusted: {line}")
     loaded = parse_recipe(text, where=name, overrides=overrides)
     if trust.foreign(loaded):
-        open_current_folder()
+        current_folder.open_current_folder()
     return found, saved, loaded
 
 
@@ -193,7 +192,7 @@ def _changes_under(keys: Sequence[str], saved: LoadedRecipe, loaded: LoadedRecip
 
 def _other_versions(was: Mapping[str, Any]) -> list[str]:
     """Say which versions, and which commit of the user's folder, are others than they were."""
-    now = collect()
+    now = collect(with_git=current_folder.is_open())
     names = ("ampctl", "torch", "numpy", "python")
     found: list[tuple[str, Any, Any]] = [(name, was.get(name), now[name]) for name in names]
     old_git, new_git = was.get("git"), now["git"]

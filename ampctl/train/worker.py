@@ -32,8 +32,7 @@ from ampctl.errors import (
     PreemptedError,
     UsageError,
 )
-from ampctl.recipe import trust
-from ampctl.recipe.current_folder import open_current_folder
+from ampctl.recipe import current_folder, trust
 from ampctl.recipe.load import LoadedRecipe, recipe_changes
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
@@ -78,7 +77,7 @@ def train(
     ``watch`` is given the job as it is built, and returns the one to run. Raises an AmpctlError
     whose exit code says how the run ended, if not well.
     """
-    open_current_folder()
+    current_folder.open_current_folder()
     notes: list[str] = []
     with ended_at_once(_TOO_EARLY) as signals, ExitStack() as held:
         place = held.enter_context(joined(loaded))
@@ -210,7 +209,8 @@ def _run(
         writers = Writers(every, minutes) if every.shards else None
         # It may make the room that all else needs.
         store = open_store(job, run_dir, origin, writers, console)
-        facts = environment.collect(str(job.state.device))
+        # A commit tells of code that nothing here can import; and git runs what a repository says.
+        facts = environment.collect(str(job.state.device), with_git=current_folder.is_open())
         if ranks.is_first:
             folder.write_facts(run_dir, loaded.text, facts)
         ranks.wait()  # its folders are there
