@@ -147,7 +147,7 @@ def build_state(
         bare, recipe.amp.modules, device_type=device.type, origins=loaded.origins
     )
     scaling = precision.needs_scaling or "float16" in modules.values()
-    by_design = frozenset(nonfinite(bare.state_dict()))
+    by_design = _masks(bare)
     blocks: Sequence[str] = ()
     if shards:
         ranks, blocks = shard(loaded, bare, device, ranks)
@@ -184,6 +184,13 @@ def build_state(
         left_as_built=left,
         compiled=recipe.train.compile is not False,
     )
+
+
+def _masks(model: nn.Module) -> frozenset[str]:
+    """Name what of a new model is not finite and may be so: buffers, and frozen infinities."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    lost = {n for n, p in parameters.items() if p.requires_grad or bool(p.isnan().any())}
+    return frozenset(nonfinite(model.state_dict())) - lost
 
 
 def _refuse_misfits(

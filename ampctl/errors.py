@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 def first_of(names: Sequence[str], limit: int = 5) -> str:
     """List names for a message: the first few, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def as_argument(path: Path | str) -> str:
+    """Return a path as it is written in a command, so that a shell, and ampctl, take it for one."""
+    name = f"{path}"
+    return shlex.quote(f"./{name}" if name.startswith("-") else name)
 
 
 def printable(text: str) -> str:

@@ -89,6 +89,8 @@ class FunctionSchedule:
         if self._factor is None:
             for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
                 group["lr"] = base
+        elif new_base or new_plan:  # what is told of the groups is of the rates that come
+            self.before_update()
 
 
 class TorchSchedule:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -537,6 +538,19 @@ def test_a_complete_run_says_so_and_names_how_to_go_on(run_dir: Path) -> None:
         "to go on: ampctl resume d train.max_epochs=4\n"
     )
     assert os.path.lexists(run_dir / "checkpoints" / "latest.pt")
+
+
+@pytest.mark.parametrize("name", ["it's a run", "-run", "line\nbreak"])
+def test_the_command_that_goes_on_is_one_for_a_shell(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(f"{Path(__file__).parent}")
+    given = ("train", "recipe.yaml", f"--run-dir={name}")
+    told = ampctl(*given).stdout.partition("to go on: ampctl ")[2]
+    assert ampctl(*shlex.split(told)).exit_code == 0
+    told = ampctl("resume", f"--run-dir={name}", f"./{name}", "train.max_epochs=1").stdout
+    told = told.partition("to go on: ampctl ")[2]  # a limit that the run is past
+    assert "complete: " in ampctl(*shlex.split(told)).stdout
 
 
 def test_a_resume_of_a_complete_run_removes_nothing_whatever_it_would_keep(run_dir: Path) -> None:

@@ -400,14 +400,6 @@ def test_a_frozen_mask_is_no_weight_that_was_lost() -> None:
     assert any(fact.startswith("largest weight: 40 in") for fact in found.facts)
 
 
-def test_weights_that_the_model_brings_not_finite_are_told_so() -> None:
-    for model in (Masked(0.0, 0.0, math.nan, 0.0), Masked(0.0, 0.0, 0.0, INF, trained=True)):
-        found = examined(model)
-        assert "weights are not finite from the start: mask" in found.cause
-        assert "how it makes them" in found.advice
-        assert (found.tensor, found.override) == ("mask", None)
-
-
 def test_a_buffer_that_holds_nan_is_named() -> None:
     model = Inside(lambda layer, x: layer(x))
     model.register_buffer("shift", torch.tensor([1.0, math.nan, 1.0, 1.0]))

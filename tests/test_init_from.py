@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from own_parts import Net
+from safetensors.torch import save_file
 from test_export import run as export
 from test_resume_exact import RECIPE, last, train
 from torch import nn
@@ -28,6 +30,18 @@ class Wider(Net):
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(16, 5)
+
+
+class Spoiled(Net):
+    """With a value of one of its tensors that is not finite; the mask is none of its weights."""
+
+    def __init__(self, name: str, value: float, trained: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        weight = self.get_parameter(name)
+        weight.requires_grad_(trained)
+        with torch.no_grad():
+            weight.view(-1)[0] = value
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +126,36 @@ def test_nothing_of_the_recipe_in_the_other_checkpoint_is_built(
     train("a", "train.max_epochs=1")
     monkeypatch.setattr(trust, "require_trusted", lambda *args, **kwargs: pytest.fail("asked"))
     ampctl("train", *LAST, "--run-dir", "b", "--init-from", "a")
+
+
+@pytest.mark.parametrize(
+    ("value", "trained"), [(math.nan, True), (math.inf, True), (math.nan, False)]
+)
+def test_weights_that_are_not_finite_from_the_start_begin_no_run(
+    value: float, trained: bool
+) -> None:
+    model = {"_target_": "test_init_from.Spoiled", "name": "head.bias"}
+    model |= {"value": "nan" if math.isnan(value) else "inf", "trained": trained}
+    block = ", ".join(f"{key}: {value}" for key, value in model.items())
+    block = f"model={{{block}}}".replace(" nan", " .nan").replace(" inf", " .inf")
+    for command in (("train", *LAST, "--run-dir", "b"), ("check", *LAST)):
+        said = ampctl(*command, block, code=2).stderr
+        assert "model: its weights are not finite from the start: head.bias" in said
+    assert not list(Path("b").glob("checkpoints/*"))
+
+
+def test_a_frozen_infinity_is_a_mask() -> None:
+    block = "{_target_: test_init_from.Spoiled, name: head.bias, value: -.inf, trained: false}"
+    ampctl("train", *LAST, "--run-dir", "b", f"model={block}", "amp.clip_norm=null")
+    assert last(Path("b"))["model"]["head.bias"][0] == -math.inf
+
+
+def test_a_file_with_nan_begins_no_run() -> None:
+    train("a", "train.max_epochs=1")
+    weights = last(Path("a"))["ema"]
+    weights["head.bias"][0] = math.nan
+    save_file(weights, "bad.safetensors")
+    start = ("train", *LAST, "--run-dir", "b", "--init-from", "bad.safetensors")
+    said = ampctl(*start, code=4).stderr
+    assert "the weights of bad.safetensors hold NaN or infinity in head.bias" in said
+    assert not list(Path("b").glob("checkpoints/*"))

@@ -67,6 +67,16 @@ def test_a_new_rate_counts_with_a_plateau_schedule_too() -> None:
     assert rates() == pytest.approx([0.05] * 4)
 
 
+def test_the_rates_that_are_told_are_those_that_come(capsys: pytest.CaptureFixture[str]) -> None:
+    cosine = "scheduler={_target_: ampctl.schedules.Cosine}"
+    groups = "optimizer.groups={head.*: {lr: 0.05}}"
+    train(cosine, groups)
+    resume(4, "optimizer.lr=0.2")
+    told = [line for line in capsys.readouterr().out.splitlines() if "tensors" in line]
+    assert [line.rpartition("lr ")[2].split(",")[0] for line in told] == ["0.025", "0.1"]
+    assert rates()[0] == pytest.approx(0.1)
+
+
 def test_new_constants_of_the_same_schedule_count_from_the_same_update() -> None:
     train()
     resume(4, "scheduler.gamma=0.5", "scheduler.step_size=5")

@@ -35,7 +35,7 @@ from ampctl.checkpoint.index import (
 from ampctl.checkpoint.links import BEST, LATEST, SUFFIXES, point
 from ampctl.checkpoint.retention import newest, ranked, retained
 from ampctl.distributed.ranks import Writers
-from ampctl.errors import CheckpointError, MachineError, first_of
+from ampctl.errors import CheckpointError, MachineError, as_argument, first_of
 from ampctl.monitor import Mode
 from ampctl.plain import nonfinite
 
@@ -271,7 +271,7 @@ def _load_newest(run_dir: Path, notify: Notify, *, look: bool) -> Loaded:
         raise NoCheckpointError(
             f"{run_dir} holds no checkpoint: name a run folder in which `ampctl train` has saved "
             f"one ({FOLDER}/step-*.pt). A run that ended before its first save starts anew with "
-            f"`ampctl train RECIPE --run-dir {run_dir} --resume auto`."
+            f"`ampctl train RECIPE --run-dir {as_argument(run_dir)} --resume auto`."
         )
     failed: list[tuple[str, str]] = []
     for entry in reversed(entries):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ampctl.distributed import failure
 from ampctl.distributed.member import LAUNCHER, STARTS
 from ampctl.distributed.plan import Options, Plan, plan_for, refuse_in_rank, with_variables
-from ampctl.errors import UsageError
+from ampctl.errors import UsageError, as_argument
 
 if TYPE_CHECKING:
     from ampctl.checkpoint.contents import Facts
@@ -200,7 +200,7 @@ def _way_on(run_dir: Path | None, plan: Plan) -> str:
     name = Path(os.path.realpath(latest)).name
     return (
         f"The newest checkpoint is {run_dir / 'checkpoints' / name}: "
-        f"`ampctl resume {run_dir}{ranks}` goes on from it."
+        f"`ampctl resume {as_argument(run_dir)}{ranks}` goes on from it."
     )
 
 

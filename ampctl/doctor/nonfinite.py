@@ -229,15 +229,6 @@ def _bad_weights(state: TrainState) -> Diagnosis | None:
     weights = [n for n, p in bad.items() if p.requires_grad or n not in given or p.isnan().any()]
     if not weights:
         return None
-    from_start = [name for name in weights if name in given]
-    if from_start:
-        return Diagnosis(
-            f"weights are not finite from the start: {first_of(from_start)}",
-            "the model brings them so: look at how it makes them (torch.empty holds anything), or "
-            "at the file that it loads",
-            module=_owner(from_start[0]),
-            tensor=from_start[0],
-        )
     return Diagnosis(
         f"weights are not finite: {first_of(weights)}",
         f"the weights were lost before this step: lower {_rate(state, weights[0])} or set "

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ampctl.build import Job, build_job
+from ampctl.build import Job
 from ampctl.data.loader import EvalData
 from ampctl.distributed.env import choose_device
 from ampctl.doctor.finding import Target
@@ -26,6 +26,7 @@ from ampctl.step import settle, train_step
 from ampctl.track.console import Console
 from ampctl.train import words
 from ampctl.train.evaluate import evaluate
+from ampctl.train.init_from import build
 from ampctl.updater import Updater
 
 Facts = dict[str, Any]
@@ -40,7 +41,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
     """
     open_current_folder()
     rehearsed, target = _rehearsal(loaded)
-    job = build_job(rehearsed)
+    job = build(rehearsed)
     state = job.state
     try:
         first = next(iter(job.train_data.windows(0, 0)), None)

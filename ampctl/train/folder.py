@@ -13,7 +13,7 @@ from typing import Any
 from ampctl.checkpoint import disk
 from ampctl.checkpoint.index import FOLDER as CHECKPOINTS
 from ampctl.checkpoint.lock import LOCK_FILE
-from ampctl.errors import UsageError
+from ampctl.errors import UsageError, as_argument
 
 RECIPE = "recipe.yaml"
 ENVIRONMENT = "environment.json"
@@ -48,7 +48,7 @@ def refuse_to_overwrite(run_dir: Path) -> None:
     if holds_run(run_dir):
         saved = any((run_dir / CHECKPOINTS).glob("step-*"))
         way_on = (
-            f"`ampctl resume {run_dir}` goes on with it"
+            f"`ampctl resume {as_argument(run_dir)}` goes on with it"
             if saved
             else "It has saved nothing yet: `--resume auto` starts there anew"
         )

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from ampctl.build import Job, build_job
 from ampctl.checkpoint.export import SAFETENSORS, chosen_weights
+from ampctl.checkpoint.index import log_warning
 from ampctl.checkpoint.store import load
-from ampctl.distributed.ranks import Ranks
-from ampctl.errors import CheckpointError, UsageError
+from ampctl.distributed.ranks import ALONE, Ranks
+from ampctl.errors import CheckpointError, RecipeError, UsageError, first_of
 from ampctl.load_state import FirstWeights
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.train import words
+from ampctl.train.across_ranks import nonfinite_names
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,32 @@ class InitFrom:
 
 
 def build(
-    loaded: LoadedRecipe, ranks: Ranks, init_from: InitFrom | None, tell: Callable[[str], None]
+    loaded: LoadedRecipe,
+    ranks: Ranks = ALONE,
+    init_from: InitFrom | None = None,
+    tell: Callable[[str], None] = log_warning,
 ) -> Job:
-    """Build a job, with the weights that it starts from. Raises as :func:`ampctl.build.build_job`.
+    """Build the job of a new run, with the weights that it starts from.
 
-    Once they are in the model nothing holds on to those that were read.
+    Once they are in the model nothing holds on to those that were read. Raises as
+    :func:`ampctl.build.build_job`, and RecipeError or CheckpointError for weights that are not
+    finite, but for masks: no training mends them.
     """
-    if init_from is None:
-        return build_job(loaded, ranks)
-    first = init_from.read(tell)
+    first = init_from.read(tell) if init_from else None
     job = build_job(loaded, ranks, first)
-    tell(words.first_weights(first, job))
+    if bad := nonfinite_names(job.state, job.state.parts()):
+        names = first_of([n.removeprefix("model.") for n in bad if n.startswith("model.")])
+        if first:
+            raise CheckpointError(
+                f"the weights of {first.where} hold NaN or infinity in {names}: no training mends "
+                "them. Take an earlier checkpoint, or leave these as the model builds them with "
+                "--allow-missing"
+            )
+        message = f"its weights are not finite from the start: {names}"
+        advice = "look at how the model makes them (torch.empty holds anything), or what it loads"
+        raise RecipeError([loaded.problem("model", message, advice)])
+    if first:
+        tell(words.first_weights(first, job))
     return job
 
 

@@ -13,6 +13,7 @@ from ampctl.checkpoint.elsewhere import Elsewhere
 from ampctl.checkpoint.store import Store
 from ampctl.distributed.attendance import Attendance
 from ampctl.distributed.heed import Heed
+from ampctl.errors import as_argument
 from ampctl.plain import HostMemory
 from ampctl.state import Progress
 from ampctl.train.log import RunLog
@@ -48,4 +49,4 @@ class Run:
     @property
     def resume_command(self) -> str:
         """The command that goes on with the run, on as many ranks."""
-        return f"ampctl resume {self.run_dir}{self.job.state.ranks.option}"
+        return f"ampctl resume {as_argument(self.run_dir)}{self.job.state.ranks.option}"

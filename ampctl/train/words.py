@@ -8,7 +8,7 @@ from pathlib import Path
 from ampctl import preflight
 from ampctl.build import Job, micro_batch_size
 from ampctl.doctor.nonfinite import Diagnosis
-from ampctl.errors import first_of
+from ampctl.errors import as_argument, first_of
 from ampctl.load_state import FirstWeights
 from ampctl.optim import describe_groups
 from ampctl.state import Progress, StepReport
@@ -122,7 +122,7 @@ def ending(job: Job, run_dir: Path, reason: str) -> list[str]:
 def stopped(run: Run, report: StepReport, diagnosis: Diagnosis, saved: Path | None) -> str:
     """Say why a run stopped itself over non-finite steps, and how to go on."""
     history = " -> ".join(f"{scale:g} (step {step})" for step, scale in run.scales)
-    anew = f"ampctl train {run.run_dir / RECIPE}{run.job.state.ranks.option}"
+    anew = f"ampctl train {as_argument(run.run_dir / RECIPE)}{run.job.state.ranks.option}"
     command = run.resume_command if saved else anew
     change = f" {shlex.quote(diagnosis.override)}" if diagnosis.override else ""
     lines = [
@@ -173,7 +173,7 @@ def _extend(job: Job, run_dir: Path) -> str:
     if early_stop is not None and progress.early_stop_bad >= early_stop.patience:
         change = "train.early_stop=null"
     elif train.max_steps is not None and progress.step >= train.max_steps:
-        change = f"train.max_steps={2 * train.max_steps}"
+        change = f"train.max_steps={2 * max(train.max_steps, progress.step)}"
     else:
-        change = f"train.max_epochs={2 * (train.max_epochs or 1)}"
-    return f"to go on: ampctl resume {run_dir}{job.state.ranks.option} {change}"
+        change = f"train.max_epochs={2 * max(train.max_epochs or 1, progress.epoch)}"
+    return f"to go on: ampctl resume {as_argument(run_dir)}{job.state.ranks.option} {change}"
