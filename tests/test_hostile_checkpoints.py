@@ -475,6 +475,26 @@ def test_a_hostile_recipe_inside_runs_nothing(kind: str, trained: dict[str, Any]
     assert "evil" not in sys.modules
 
 
+HUGE = {
+    "one layer": "{_target_: torch.nn.Linear, in_features: 4000, out_features: 4000}",
+    "many layers": "{_target_: ampctl.models.MLP, in_features: 9, num_classes: 9, "
+    f"hidden: {[999] * 20}}}",
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_a_model_far_larger_than_its_weights_is_not_built(
+    kind: str, trained: dict[str, Any]
+) -> None:
+    recipe = re.sub("model: .*", f"model: {HUGE[kind]}", RECIPE)
+    write(Path("evil.pt"), records_of({**trained, "recipe": recipe}))
+    said = refused(Path("evil.pt"), ("eval",))
+    assert read_by("resume", Path("evil.pt")).stderr == said
+    with pytest.raises(CheckpointError, match="would have more than"):
+        ampctl.load_model("evil.pt")
+    assert "its weights are 53,292 values, and the model would have more than 10,213,168" in said
+
+
 FOR_RANKS = ("a program", "a module beside the user", "what downloads", "a tag")
 
 

@@ -44,6 +44,7 @@ from ampctl.tasks import as_task
 from ampctl.train.evaluate import evaluate
 from ampctl.train.place import joined
 from ampctl.train.restore import as_damage, misfits_explained, read
+from ampctl.train.size import no_larger_than
 
 Notify = Callable[[str], None]
 Shown = Callable[[EvalData], Iterable[Any]]
@@ -61,7 +62,8 @@ def load_model(
     found, saved, loaded = read(Path(checkpoint), (), trusted=trust, notify=log_warning)
     _, weights = chosen_weights(found.payload, found.path, ema=ema)
     place = choose_device(f"{device}")
-    with rng.preserved(place):  # the program that asks has random numbers of its own
+    # The program that asks has random numbers of its own.
+    with rng.preserved(place), no_larger_than(weights):
         model = _model(loaded, place)
     with misfits_explained(found.path, found.payload, saved, loaded):
         _fill(model, weights, found.path, log_warning)
@@ -123,7 +125,8 @@ def _evaluate(
     rng.seed_everything(loaded.recipe.seed)  # as a run does before it builds its data
     data = build_eval_data(loaded, device, ranks)
     assert data is not None, "a recipe without a split was refused"
-    state = _state(loaded, device, precision, ranks)
+    with no_larger_than(weights):
+        state = _state(loaded, device, precision, ranks)
     if state.precision.name != payload["dtype"]:
         tell(f"evaluating in {state.precision.name}; it was trained in {fact(payload['dtype'])}")
     _fill(state.bare, weights, found.path, tell)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from ampctl.train.place import Place, joined
 from ampctl.train.restore import Origin, read, restore, saved_recipe
 from ampctl.train.run import Run
 from ampctl.train.save import finish, leave_complete, look, open_store
+from ampctl.train.size import no_larger_than
 
 Watch = Callable[[Job], Job]
 
@@ -195,7 +196,8 @@ def _run(
     with closing(console), warnings_told(warned):
         for note in notes if ranks.is_first else ():
             console.warn(note)
-        built = build(loaded, ranks, init_from, console.note)
+        with no_larger_than(origin.payload["model"]) if origin else nullcontext():
+            built = build(loaded, ranks, init_from, console.note)
         job = _prepare(watch(built), run_dir, origin, console)
         if job is None:
             if ranks.is_first and origin is not None:
