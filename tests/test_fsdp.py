@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hostile_files import text
 from safetensors.torch import load_file
 from test_ddp import RECIPE, TESTS, assert_close, events, ranks
 from test_resume_exact import assert_same
@@ -318,6 +319,13 @@ def test_a_hostile_index_of_parts_runs_nothing(saved: Path) -> None:
         tried(lambda m, info=info: setattr(m.storage_data[info], "relative_path", "../../x"))
         tried(lambda m, info=info: setattr(m.storage_data[info], "offset", -(10**9)))
         break
+    # The state of a class would be that of all its objects: `_str`, say, the name of every path.
+    for named in (b"cpathlib\nPosixPath\n", b"ctorch.serialization\n_get_layout\n"):
+        state = b"}" + text("mark") + text("x") + b"s"
+        forged(newest, ".metadata", b"\x80\x02" + named + b"N" + state + b"\x86b.")
+        with pytest.raises(CheckpointError, match="changes what it names"):
+            load(newest, notify=pytest.fail)
+    assert not hasattr(Path, "mark")
     tried(lambda m: m.storage_data.clear())
     tried(lambda m: m.state_dict_metadata.clear())
     forged(newest, ".metadata", original)

@@ -17,7 +17,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -306,8 +306,21 @@ def _read_metadata(path: Path, parts: Collection[str]) -> Any:
     return metadata
 
 
-class _Unpickler(pickle.Unpickler):
-    """Builds the classes of an index, and nothing else."""
+class _Unpickler(pickle._Unpickler):
+    """Builds objects of an index, and nothing else; the classes themselves stay as they are.
+
+    A pickle may give a state to all that it names, and one of `PosixPath` would be that of every
+    path here. Only the unpickler in Python can be told so.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
+
+    def load_build(self) -> None:
+        if callable(self.stack[-2]):  # type: ignore[attr-defined]
+            raise pickle.UnpicklingError("it changes what it names")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
