@@ -326,6 +326,24 @@ def test_an_older_file_of_a_run_folder_goes_on_from_there(run_dir: Path) -> None
     assert not list(run_dir.rglob("*.tmp"))
 
 
+LONG = ("x" * 300, f"{'x' * 99}/" * 45)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_path_that_is_too_long_is_told_in_words(run_dir: Path, name: str) -> None:
+    reason = "it cannot be opened (File name too long)"
+    for command in ("inspect", "verify", "eval", "resume"):
+        assert reason in ampctl(command, name, code=4).stderr
+    ampctl("export", name, "out.pt", code=4)
+    ampctl("export", "d", f"{name}.pt", code=5 if "/" not in name else 2)
+    ampctl("train", "recipe.yaml", "--init-from", name, "--run-dir", "e", code=4)
+    for line in (("train", "recipe.yaml"), ("resume", "d")):
+        told = ampctl(*line, "--run-dir", name, code=5).stderr
+        assert told.endswith(": File name too long; give another --run-dir\n")
+    for line in (("verify", f"{name}.yaml", "--resume"), ("recipes", "copy", "digits", name)):
+        ampctl(*line, code=2)
+
+
 # Exit codes 5 and 1
 
 

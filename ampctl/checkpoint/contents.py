@@ -46,7 +46,7 @@ def describe(found: Loaded) -> Facts:
     text, progress = payload["recipe"], payload["progress"]
     return {
         "path": printable(f"{path}"),
-        "bytes": parts.size(path),
+        "bytes": found.entry.size if found.entry else parts.size(path),
         "sha256": found.entry.sha256 if found.entry else parts.digest(path),
         "version": fact(payload["version"]),
         "recipe": {**_of_recipe(text), "digest": recipe_digest(text)},

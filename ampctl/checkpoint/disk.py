@@ -22,7 +22,7 @@ def temporary(path: Path) -> Path:
 def discard(*temporaries: Path) -> None:
     """Remove temporary files or folders, if they are there; another error may be on its way."""
     for tmp in temporaries:
-        if tmp.is_dir():
+        if os.path.isdir(tmp):
             shutil.rmtree(tmp, ignore_errors=True)
             continue
         with contextlib.suppress(OSError):
@@ -118,6 +118,8 @@ def fault(path: Path, error: OSError, needed: int) -> MachineError:
             f"cannot write {path}: {_obstacle(error) or path} is in the way ({reason}): remove or "
             "rename it, then resume"
         )
+    if error.errno == errno.ENAMETOOLONG:
+        return MachineError(f"cannot write {path}: {reason}; give it a shorter one")
     if error.errno == errno.EIO:
         return MachineError(
             f"cannot write {path}: {reason}: the disk or its connection fails; what is saved is "

@@ -97,13 +97,13 @@ def _require_place(source: Path, out: Path, *, force: bool) -> None:
             f"{out}: the name of the file says its format; allowed: NAME{SAFETENSORS}, or "
             f"NAME{TORCH} for a state dict that torch.load reads"
         )
-    if not out.parent.is_dir():
+    if not os.path.isdir(out.parent):
         raise UsageError(f"{out}: there is no folder {out.parent}; make it first")
-    if out.is_dir():
+    if os.path.isdir(out):
         raise UsageError(f"{out} is a folder; name a file")
     folder = out.parent.resolve()
-    is_source = out.exists() and source.exists() and out.samefile(source)
-    if is_source or (folder.name == FOLDER and (folder / INDEX).exists()):
+    is_source = all(map(os.path.exists, (out, source))) and out.samefile(source)
+    if is_source or (folder.name == FOLDER and os.path.exists(folder / INDEX)):
         raise UsageError(f"{out} is in the checkpoints of a run; write the weights elsewhere")
     if os.path.lexists(out) and not force:
         raise UsageError(f"{out} exists already; give another name, or --force to replace it")

@@ -126,11 +126,10 @@ def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> 
                 raise damaged(path, f"its record {record} fails its CRC-32")
             archive.examine(file, comment=_SEAL_SIZE if sealed else 0)
             file.seek(0)
+            source = _itself(file, path) if mmap else file
             # Asked for, since torch 2.10 would take any index of a sparse tensor for a good one.
             with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
-                loaded = torch.load(
-                    path if mmap else file, map_location="cpu", weights_only=True, mmap=mmap
-                )
+                loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
             payload = archive.settled(loaded)
         except CheckpointError:
             raise
@@ -206,6 +205,12 @@ def _open(path: Path) -> BinaryIO:
         raise UnusableCheckpointError(
             path, f"it cannot be opened ({error.strerror})", NAME_ANOTHER
         ) from error
+
+
+def _itself(file: BinaryIO, path: Path) -> str:
+    """Name an open file, for what opens it anew: its path may lead to another one by now."""
+    name = f"/proc/self/fd/{file.fileno()}"
+    return name if os.path.exists(name) else f"{path}"
 
 
 NAME_ANOTHER = "name another checkpoint file, or the run folder for its newest intact one"

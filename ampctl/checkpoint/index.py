@@ -11,6 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,9 @@ def parse_index(folder: Path) -> list[Entry] | None:
         if row.file in entries:
             # A name is saved anew after going back in a run. Both rows stand until the new file has
             # the name; the old one holds if a kill came before.
-            if parts.digest(folder / row.file) != row.sha256:
-                continue
+            with suppress(OSError):  # of a run under way, which has given it up meanwhile
+                if parts.digest(folder / row.file) != row.sha256:
+                    continue
             del entries[row.file]
         entries[row.file] = row
     return list(entries.values())
@@ -112,10 +114,15 @@ def write_index(folder: Path, entries: Sequence[Entry]) -> None:
 
 def is_current(folder: Path, entries: Sequence[Entry]) -> bool:
     """Return whether the index on the disk has these entries, and nothing else."""
+    return content(folder) == _content(entries)
+
+
+def content(folder: Path) -> bytes:
+    """Return the bytes of the index, which change with every save; none if it cannot be read."""
     try:
-        return (folder / INDEX).read_bytes() == _content(entries)
+        return (folder / INDEX).read_bytes()
     except OSError:
-        return False
+        return b""
 
 
 def _content(entries: Sequence[Entry]) -> bytes:

@@ -90,6 +90,13 @@ def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> 
     Of a folder all parts are proved, and the sharded tensors stay empty (on the meta device) until
     `fill` fills them. Raises ``UnusableCheckpointError``.
     """
+    try:
+        return _read(path, digests, mmap=mmap)
+    except OSError as error:  # a disk that fails, or what is given up while it is read
+        raise file.damaged(path, f"it cannot be read ({error.strerror})") from error
+
+
+def _read(path: Path, digests: Collection[str] | None, *, mmap: bool) -> dict[str, Any]:
     if not is_folder(path):
         payload = file.read(path, digests, mmap=mmap)
         if PARTS in payload:

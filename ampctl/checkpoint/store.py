@@ -25,6 +25,7 @@ from ampctl.checkpoint.index import (
     NONFINITE,
     Entry,
     Notify,
+    content,
     file_name,
     is_current,
     log_warning,
@@ -38,6 +39,9 @@ from ampctl.distributed.ranks import Writers
 from ampctl.errors import CheckpointError, MachineError, as_argument, first_of
 from ampctl.monitor import Mode
 from ampctl.plain import nonfinite
+
+_TRIES = 20
+"""How often a checkpoint is looked for that the run which saves it has given up meanwhile."""
 
 
 class NoCheckpointError(CheckpointError):
@@ -252,20 +256,48 @@ def load(source: Path, *, notify: Notify, in_parts: bool = False, look: bool = F
 
     Sharded tensors are whole in it; ``in_parts`` leaves them empty for `parts.fill`. ``look``: only
     to look at it: tensors stay in the file, and a named one may be non-finite.
-    A damaged file of a run folder is passed over with one line to ``notify``. Raises
+    A damaged file of a run folder is passed over with one line to ``notify``. A run that saves
+    meanwhile may give up what is being read: then it is looked for again. Raises
     ``NoCheckpointError`` if the folder holds none, ``CheckpointError`` if none can be used.
     """
-    if source.is_dir() and not parts.is_folder(source):
-        is_checkpoints = source.name == FOLDER and not (source / FOLDER).is_dir()
-        found = _load_newest(source.parent if is_checkpoints else source, notify, look=look)
-    else:
-        found = _load_one(source, look=look)
-    if not in_parts:
-        parts.fill(found.payload, found.path)
+    try:
+        return _load_at_last(source, notify, in_parts=in_parts, look=look)
+    except OSError as error:  # a name that is too long, a disk that fails
+        reason = f"it cannot be read ({error.strerror})"
+        raise UnusableCheckpointError(source, reason, file.NAME_ANOTHER) from error
+
+
+def _load_at_last(source: Path, notify: Notify, *, in_parts: bool, look: bool) -> Loaded:
+    """Load what is there at one time: anew, when a run that saves has given up what was tried."""
+    is_run = os.path.isdir(source) and not parts.is_folder(source)
+    is_checkpoints = source.name == FOLDER and not os.path.isdir(source / FOLDER)
+    run_dir = source.parent if is_checkpoints else source
+
+    def there() -> bytes:
+        """Return what changes when a run has saved: its index, or where a link leads to."""
+        return content(run_dir / FOLDER) if is_run else os.fsencode(os.path.realpath(source))
+
+    tries_left = _TRIES
+    while True:
+        tries_left -= 1
+        told: list[str] = []
+        before = there()
+        try:
+            found = _load_newest(run_dir, told.append, look) if is_run else _load_one(source, look)
+            if not in_parts:
+                parts.fill(found.payload, found.path)
+        except (CheckpointError, OSError):
+            if not tries_left or there() == before:
+                raise
+            continue
+        if not found.passed_over or not tries_left or there() == before:
+            break
+    for text in told:
+        notify(text)
     return found
 
 
-def _load_newest(run_dir: Path, notify: Notify, *, look: bool) -> Loaded:
+def _load_newest(run_dir: Path, notify: Notify, look: bool) -> Loaded:
     entries = read_index(run_dir, notify)
     if not entries:
         raise NoCheckpointError(
@@ -294,7 +326,7 @@ def _load_newest(run_dir: Path, notify: Notify, *, look: bool) -> Loaded:
     )
 
 
-def _load_one(source: Path, *, look: bool) -> Loaded:
+def _load_one(source: Path, look: bool) -> Loaded:
     path = Path(os.path.realpath(source))  # latest and best are links
     index = parse_index(path.parent) or []
     entry = next((e for e in index if e.file == path.name), None)

@@ -22,7 +22,15 @@ from ampctl.checkpoint import file, parts
 from ampctl.checkpoint.abandoned import ABANDONED
 from ampctl.checkpoint.contents import Facts, fact, is_whole, named_tensors
 from ampctl.checkpoint.file import UnusableCheckpointError
-from ampctl.checkpoint.index import FOLDER, INDEX, NONFINITE, Entry, parse_index, step_files
+from ampctl.checkpoint.index import (
+    FOLDER,
+    INDEX,
+    NONFINITE,
+    Entry,
+    content,
+    parse_index,
+    step_files,
+)
 from ampctl.checkpoint.links import BEST, LATEST, SUFFIXES
 from ampctl.checkpoint.retention import ranked
 from ampctl.checkpoint.store import NoCheckpointError
@@ -35,6 +43,9 @@ from ampctl.state import lacking
 INTACT = "intact"
 SET_ASIDE = "set aside"
 UNUSABLE = "unusable"
+
+_TRIES = 20
+"""How often a run is looked at that changes its files meanwhile."""
 
 Shown = Callable[[Sequence[Path]], Iterable[Path]]
 """Goes through the files, and may show how far it is."""
@@ -50,6 +61,10 @@ class Verdict:
     bytes: int
     step: int | None
     advice: str
+
+
+_Seen = dict[tuple[str, str], Verdict]
+"""What was found, by the name of a file and the SHA-256 that the index had of it, or ""."""
 
 
 def verify(source: Path, *, shown: Shown = iter) -> Facts:
@@ -86,12 +101,15 @@ def require_sound(facts: Facts) -> None:
 
 
 def _one(source: Path, shown: Shown) -> Facts:
-    path = Path(os.path.realpath(source))  # latest and best are links
-    index = parse_index(path.parent) or []
-    entry = next((e for e in index if e.file == path.name), None)
-    named = path if parts.is_folder(path) else source
-    found = [_examine(each, entry) for each in shown([named])]
-    problems = [f"{v.file}: {v.reason}" for v in found if v.verdict != INTACT]
+    for tries_left in reversed(range(_TRIES)):
+        path = Path(os.path.realpath(source))  # latest and best are links
+        index = parse_index(path.parent) or []
+        entry = next((e for e in index if e.file == path.name), None)
+        named = path if parts.is_folder(path) else source
+        found = [_examine(each, entry) for each in shown([named])]
+        problems = [f"{v.file}: {v.reason}" for v in found if v.verdict != INTACT]
+        if not problems or not tries_left or Path(os.path.realpath(source)) == path:
+            break  # else a run has saved another one meanwhile
     return {
         "path": printable(f"{source}"),
         "is_run": False,
@@ -103,21 +121,40 @@ def _one(source: Path, shown: Shown) -> Facts:
 
 
 def _run(source: Path, folder: Path, shown: Shown) -> Facts:
+    """Examine a run; of one that is under way, anew what it has changed meanwhile."""
+    seen: _Seen = {}
+    tries_left = _TRIES
+    while True:
+        tries_left -= 1
+        before = content(folder)
+        facts = _run_at_once(source, folder, shown, seen)
+        if tries_left and content(folder) != before and (facts is None or facts["problems"]):
+            continue
+        if facts is None:
+            raise NoCheckpointError(
+                f"{source} holds no checkpoint: name a checkpoint, or a run folder in which "
+                f"`ampctl train` has saved one ({FOLDER}/step-*.pt)"
+            )
+        return facts
+
+
+def _run_at_once(source: Path, folder: Path, shown: Shown, seen: _Seen) -> Facts | None:
+    """Examine what was not ``seen`` yet, and all of it together; None if there is nothing."""
     entries = parse_index(folder)
     listed = {entry.file: entry for entry in entries or ()}
     files = [*step_files(folder), *_abandoned(folder)]
-    missing = _missing(folder)
-    if not files and not missing:
-        raise NoCheckpointError(
-            f"{source} holds no checkpoint: name a checkpoint, or a run folder in which "
-            f"`ampctl train` has saved one ({FOLDER}/step-*.pt)"
-        )
-    found = []
-    for path in shown(files):
+    keys = {
+        path: (path.name, listed[path.name].sha256 if path.name in listed else "") for path in files
+    }
+    unseen = [path for path, key in keys.items() if key not in seen]
+    for path in shown(unseen) if unseen else ():
         verdict = _examine(path, listed.get(path.name))
-        if verdict.verdict == UNUSABLE and not path.exists() and not _is_listed(path):
-            continue  # the run is under way, and has given it up meanwhile
-        found.append(verdict)
+        if verdict.verdict != UNUSABLE or os.path.lexists(path):  # else it was given up meanwhile
+            seen[keys[path]] = verdict
+    found = [seen[key] for key in keys.values() if key in seen]
+    missing = _missing(folder)
+    if not found and not missing:
+        return None
     by_name = {v.file: v for v in found}
     problems = [f"{v.file}: {v.reason}" for v in found if v.verdict == UNUSABLE]
     notes = []
@@ -168,8 +205,6 @@ def _examine(path: Path, entry: Entry | None) -> Verdict:
         verdict, reason = _content(payload, path, entry)
     except UnusableCheckpointError as error:
         verdict, reason, advice = UNUSABLE, error.reason, error.advice
-    except OSError as error:
-        verdict, reason = UNUSABLE, f"it cannot be read ({error.strerror})"
     size = 0
     with suppress(OSError):
         size = parts.size(path)
@@ -253,9 +288,12 @@ def _links(
 
 def _target(link: Path, entries: Sequence[Entry]) -> str | None:
     """Return the name of the file that a link is; where links cannot be, it is a copy of it."""
-    if link.is_symlink():
-        return printable(os.readlink(link))
-    digest = parts.digest(link)
+    try:
+        if link.is_symlink():
+            return printable(os.readlink(link))
+        digest = parts.digest(link)
+    except FileNotFoundError:  # a run under way has taken it away
+        return None
     return next((entry.file for entry in reversed(entries) if entry.sha256 == digest), None)
 
 
@@ -289,10 +327,6 @@ def _missing(folder: Path) -> list[tuple[str, str]]:
         for place, name in enumerate(names)
         if isinstance(name, str) and "\0" not in name and not os.path.lexists(folder / name)
     ]
-
-
-def _is_listed(path: Path) -> bool:
-    return any(name == path.name for _, name in _missing(path.parent))
 
 
 def _abandoned(folder: Path) -> list[Path]:

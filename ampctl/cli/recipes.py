@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -82,7 +83,7 @@ def copy_recipe(
         from ampctl.recipe import builtin
 
         source = builtin.builtin_path(name)
-        target = destination / source.name if destination.is_dir() else destination
+        target = destination / source.name if os.path.isdir(destination) else destination
         try:
             with target.open("x", encoding="utf-8") as file:
                 file.write(source.read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ def verify(
 
 def _resume(source: str, overrides: Sequence[str], steps: int | None, as_json: bool) -> None:
     """Prove that a recipe resumes exactly, or name the first thing that differs."""
-    if Path(source).is_dir() or Path(source).suffix in _CHECKPOINTS:
+    if os.path.isdir(source) or Path(source).suffix in _CHECKPOINTS:
         raise UsageError(
             f"{source} is no recipe: `ampctl verify RECIPE --resume` tries a recipe, and "
             f"`ampctl verify {source}` examines what is saved; a run has its recipe in recipe.yaml"

@@ -127,7 +127,8 @@ def _find(source: str, *, folder: Path | None = None, where: str = "") -> tuple[
         return builtin.builtin_path(source), source
     if "\0" not in source and os.path.lexists(path):
         return path, f"{path}"
-    files = [f"{found}" for found in path.parent.glob("*.y*ml")] if "\0" not in source else []
+    is_there = "\0" not in source and os.path.isdir(path.parent)
+    files = [f"{found}" for found in path.parent.glob("*.y*ml")] if is_there else []
     close = nearest(f"{path}", [*files, *names])
     advice = f"did you mean {close}?" if close else f"built-in recipes: {', '.join(names)}"
     key = EXTENDS if where else ""

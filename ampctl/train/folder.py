@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -40,7 +41,16 @@ def new_run_dir(name: str) -> Path:
 
 def holds_run(run_dir: Path) -> bool:
     """Return whether a run has been started in a folder."""
-    return (run_dir / RECIPE).exists() or (run_dir / METRICS).exists()
+    return any(os.path.exists(run_dir / name) for name in (RECIPE, METRICS))
+
+
+def run_of(source: Path) -> Path | None:
+    """Return the run folder that a path is, or that has it among its checkpoints; else None."""
+    inside = Path(os.path.realpath(source))  # latest and best are links
+    places = [source] if inside.name != CHECKPOINTS else [source, inside.parent]
+    if inside.parent.name == CHECKPOINTS:
+        places.append(inside.parent.parent)
+    return next((place for place in places if holds_run(place)), None)
 
 
 def refuse_to_overwrite(run_dir: Path) -> None:
@@ -56,7 +66,7 @@ def refuse_to_overwrite(run_dir: Path) -> None:
             f"{run_dir} already holds a run, which is never written over. "
             f"{way_on}; give another --run-dir to start a new one."
         )
-    if run_dir.exists() and not run_dir.is_dir():
+    if os.path.exists(run_dir) and not os.path.isdir(run_dir):
         raise UsageError(f"{run_dir} is a file; --run-dir names a folder")
 
 

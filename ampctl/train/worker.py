@@ -117,9 +117,10 @@ def resume(
     notes: list[str] = []
     is_first = from_environment().is_first
     with ended_at_once(_TOO_EARLY) as signals, ExitStack() as held:
-        if is_first and run_dir is None and folder.holds_run(source):
+        home = folder.run_of(source)
+        if is_first and run_dir is None and home is not None:
             # Before it is read: the run that holds it may be about to save a newer checkpoint.
-            held.enter_context(lock.hold(source))
+            held.enter_context(lock.hold(home))
         found, saved, loaded = read(
             source, overrides, trusted=trusted, notify=notes.append, in_parts=True
         )
@@ -139,7 +140,7 @@ def resume(
         if is_first:
             if run_dir is not None and not goes_on and not begun.before:
                 folder.refuse_to_overwrite(run_dir)
-            if run_dir is not None or not folder.holds_run(source):
+            if run_dir is not None or home is None:
                 held.enter_context(lock.hold(where))
             trust.record(loaded)
         entry = found.entry if goes_on else None
