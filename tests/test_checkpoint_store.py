@@ -711,6 +711,19 @@ def test_ck5_the_lock_ends_with_its_holder_although_a_forked_worker_lives_on(tmp
         os.kill(worker, signal.SIGKILL)
 
 
+def test_ck5_a_lock_that_its_holder_removed_on_leaving_is_none(tmp_path, monkeypatch):
+    path, acquire, left = tmp_path / lock.LOCK_FILE, lock._acquire, []
+
+    def late(file: int, run_dir: Path) -> None:
+        if not left:  # opened before it was removed, locked after
+            left.append(path.unlink())
+        acquire(file, run_dir)
+
+    monkeypatch.setattr(lock, "_acquire", late)
+    with lock.hold(tmp_path), pytest.raises(UsageError, match="is in use"), lock.hold(tmp_path):
+        pytest.fail("held twice")
+
+
 def test_a_lock_where_a_file_stands_is_a_usage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file"), lock.hold(tmp_path / "file"):

@@ -326,6 +326,25 @@ def test_an_older_file_of_a_run_folder_goes_on_from_there(run_dir: Path) -> None
     assert not list(run_dir.rglob("*.tmp"))
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_in_which_no_run_could_begin_is_left_as_it_was(
+    run_dir: Path, folder: Path, there: bool
+) -> None:
+    shutil.copy("d/checkpoints/latest.pt", "lone.pt")
+    if there:
+        (folder / "a/b").mkdir(parents=True)
+    before = sorted(folder.rglob("*"))
+    for line in (
+        ("resume", "d", "data.batch_size=4"),
+        ("resume", "lone.pt", "model.width=17"),
+        ("train", "recipe.yaml", "--init-from", "lone.pt", "model.width=17"),
+    ):
+        ampctl(*line, "--run-dir", "a/b", code=4)
+        assert sorted(folder.rglob("*")) == before
+    ampctl("resume", "lone.pt", "model.width=17", code=4)
+    assert sorted(folder.rglob("*")) == before
+
+
 LONG = ("x" * 300, f"{'x' * 99}/" * 45)
 
 
@@ -335,7 +354,8 @@ def test_a_path_that_is_too_long_is_told_in_words(run_dir: Path, name: str) -> N
     for command in ("inspect", "verify", "eval", "resume"):
         assert reason in ampctl(command, name, code=4).stderr
     ampctl("export", name, "out.pt", code=4)
-    ampctl("export", "d", f"{name}.pt", code=5 if "/" not in name else 2)
+    told = ampctl("export", "d", f"{name}x.pt", code=2 if "/" in name else 5).stderr
+    assert "there is no folder" in told or "File name too long" in told
     ampctl("train", "recipe.yaml", "--init-from", name, "--run-dir", "e", code=4)
     for line in (("train", "recipe.yaml"), ("resume", "d")):
         told = ampctl(*line, "--run-dir", name, code=5).stderr

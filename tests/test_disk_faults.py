@@ -219,6 +219,7 @@ def test_a_disk_full_at_one_file_of_a_save(mount: Any, when: str, lacking: str) 
     assert re.search(r"4\.pt: 28,\d{3} bytes are needed, [0-9,]+ bytes are free \(No space", told)
     assert "the checkpoints before it are intact: make room, then resume. (`ampctl resume" in told
     assert last(run_dir)["progress"]["step"] == 3
+    assert not list(run_dir.rglob("*.tmp"))
     (disk / "filler").unlink()
     check_goes_on(run_dir)
 

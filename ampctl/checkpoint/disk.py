@@ -118,8 +118,6 @@ def fault(path: Path, error: OSError, needed: int) -> MachineError:
             f"cannot write {path}: {_obstacle(error) or path} is in the way ({reason}): remove or "
             "rename it, then resume"
         )
-    if error.errno == errno.ENAMETOOLONG:
-        return MachineError(f"cannot write {path}: {reason}; give it a shorter one")
     if error.errno == errno.EIO:
         return MachineError(
             f"cannot write {path}: {reason}: the disk or its connection fails; what is saved is "

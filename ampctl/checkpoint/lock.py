@@ -27,15 +27,19 @@ def hold(run_dir: Path) -> Iterator[None]:
     Raises ``UsageError`` naming the run that holds it already. On a file system without locks the
     folder is used unlocked, with a warning.
     """
-    file = _open(run_dir)
-    held = [file]
+    held: list[int] = []
 
     def let_go() -> None:
         while held:
             os.close(held.pop())
 
     try:
-        _acquire(file, run_dir)
+        while True:
+            held.append(_open(run_dir))
+            _acquire(held[0], run_dir)
+            if _is_there(held[0], run_dir):
+                break
+            let_go()  # who held it before has removed it, as no run has begun there
         # A forked data worker shares the lock and would keep it when this process is killed, until
         # it notices. Closing the copy in the child leaves the parent's lock alone.
         os.register_at_fork(after_in_child=let_go)
@@ -56,6 +60,13 @@ def _open(run_dir: Path) -> int:
         raise MachineError(
             f"cannot write in {run_dir}: {error.strerror}; give another --run-dir"
         ) from error
+
+
+def _is_there(file: int, run_dir: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(run_dir / LOCK_FILE))
+    except FileNotFoundError:
+        return False
 
 
 def _acquire(file: int, run_dir: Path) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ampctl.checkpoint import disk
+from ampctl.checkpoint import disk, lock
 from ampctl.checkpoint.index import FOLDER as CHECKPOINTS
 from ampctl.checkpoint.lock import LOCK_FILE
 from ampctl.errors import UsageError, as_argument
@@ -70,12 +70,32 @@ def refuse_to_overwrite(run_dir: Path) -> None:
         raise UsageError(f"{run_dir} is a file; --run-dir names a folder")
 
 
+@contextmanager
+def taken(run_dir: Path) -> Iterator[None]:
+    """Hold a run folder, made if need be. One in which no run has begun is left as it was found.
+
+    Raises as `lock.hold`.
+    """
+    made = [place for place in (run_dir, *run_dir.parents) if not os.path.exists(place)]
+    had_lock = os.path.exists(run_dir / LOCK_FILE)
+    with lock.hold(run_dir):
+        try:
+            yield
+        finally:
+            if not holds_run(run_dir):
+                with suppress(OSError):
+                    if not had_lock:
+                        (run_dir / LOCK_FILE).unlink()
+                    for place in made:
+                        place.rmdir()
+
+
 def discard_unused(run_dir: Path) -> None:
     """Remove a folder made for a new run whose recipe, it turned out, cannot be built."""
     if holds_run(run_dir):
         return
     with suppress(OSError):
-        (run_dir / LOCK_FILE).unlink(missing_ok=True)
+        (run_dir / LOCK_FILE).unlink(missing_ok=True)  # of a rank that was killed
         for path in (run_dir, run_dir.parent, ROOT):
             path.rmdir()
 

@@ -93,7 +93,7 @@ def train(
                 held.callback(folder.discard_unused, where)
             if not resume:
                 folder.refuse_to_overwrite(where)
-            held.enter_context(lock.hold(where))
+            held.enter_context(folder.taken(where))
             trust.record(loaded)
         origin = _newest(where, notes, ranks) if resume else None
         weights = init_from if origin is None else None
@@ -140,8 +140,10 @@ def resume(
         if is_first:
             if run_dir is not None and not goes_on and not begun.before:
                 folder.refuse_to_overwrite(run_dir)
+            if run_dir is None and found.run_dir is None:
+                held.callback(folder.discard_unused, where)
             if run_dir is not None or home is None:
-                held.enter_context(lock.hold(where))
+                held.enter_context(folder.taken(where))
             trust.record(loaded)
         entry = found.entry if goes_on else None
         origin = Origin(found.path, found.payload, saved, entry, found.passed_over)
