@@ -156,6 +156,15 @@ def test_ck1_a_damaged_newest_file_is_passed_over_loudly(tmp_path, share):
         load(folder / "latest.pt", notify=silent)
 
 
+def test_a_newest_file_that_someone_removed_is_passed_over_loudly(tmp_path):
+    folder = run_of(tmp_path, [100, 200, 300])
+    (folder / "step-00000300.pt").unlink()
+    said: list[str] = []
+    assert load(tmp_path, notify=said.append).passed_over == ("step-00000300.pt",)
+    reason = "cannot be used (someone has removed it); going on from step-00000200.pt"
+    assert said == [f"checkpoint step-00000300.pt {reason}"]
+
+
 def save_until_killed(run_dir: Path, first: int, serial: int, asynchronous: bool, end: Connection):
     saver = store(run_dir, keep_last=2, asynchronous=asynchronous)
     for step, number in zip(itertools.count(first), itertools.count(serial)):

@@ -160,6 +160,19 @@ def test_a_file_that_was_set_aside_is_no_fault_of_a_run_but_no_run_goes_on_from_
     assert "there is no checkpoint to go on from" in facts_of("a", code=4)["problems"]
 
 
+def test_a_damaged_file_that_a_resume_has_put_aside_is_no_fault_of_the_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(f"{TESTS}")
+    path = run_dir / "checkpoints" / NAME
+    os.truncate(path, 500)
+    assert CliRunner().invoke(app, ["resume", "a", "--trust"]).exit_code == 0
+    verdicts = {f["file"]: f["verdict"] for f in facts_of("a")["files"]}
+    assert verdicts.pop(f"abandoned-{NAME}") == "set aside"
+    assert {*verdicts.values()} == {"intact"}
+    verify(f"{path.with_name(f'abandoned-{NAME}')}", code=4)
+
+
 def test_what_a_kill_leaves_is_a_note_and_what_someone_removed_is_a_problem(run_dir: Path) -> None:
     folder = run_dir / "checkpoints"
     index = folder / "index.json"

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from ampctl.checkpoint import disk, parts
+from ampctl.errors import printable
 
 LATEST = "latest"
 BEST = "best"
@@ -32,6 +33,13 @@ def point(link: Path, target: str | None) -> None:
             link.unlink(missing_ok=True)
     finally:
         tmp.unlink(missing_ok=True)  # rename leaves it where both are one file already
+
+
+def removed(folder: Path) -> list[str]:
+    """Return the newest checkpoint, if its name is all that is left of it."""
+    links = [folder / f"{LATEST}{suffix}" for suffix in SUFFIXES]
+    targets = [os.readlink(link) for link in links if link.is_symlink() and not link.exists()]
+    return [printable(target) for target in targets if target.startswith("step-")]
 
 
 def _make(link: Path, target: Path) -> bool:

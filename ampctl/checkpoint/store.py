@@ -33,7 +33,7 @@ from ampctl.checkpoint.index import (
     read_index,
     write_index,
 )
-from ampctl.checkpoint.links import BEST, LATEST, SUFFIXES, point
+from ampctl.checkpoint.links import BEST, LATEST, SUFFIXES, point, removed
 from ampctl.checkpoint.retention import newest, ranked, retained
 from ampctl.distributed.ranks import Writers
 from ampctl.errors import CheckpointError, MachineError, as_argument, first_of
@@ -305,7 +305,7 @@ def _load_newest(run_dir: Path, notify: Notify, look: bool) -> Loaded:
             f"one ({FOLDER}/step-*.pt). A run that ended before its first save starts anew with "
             f"`ampctl train RECIPE --run-dir {as_argument(run_dir)} --resume auto`."
         )
-    failed: list[tuple[str, str]] = []
+    failed = [(name, "someone has removed it") for name in removed(run_dir / FOLDER)]
     for entry in reversed(entries):
         if not entry.finite:
             continue

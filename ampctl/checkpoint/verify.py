@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ def _run_at_once(source: Path, folder: Path, shown: Shown, seen: _Seen) -> Facts
         verdict = _examine(path, listed.get(path.name))
         if verdict.verdict != UNUSABLE or os.path.lexists(path):  # else it was given up meanwhile
             seen[keys[path]] = verdict
-    found = [seen[key] for key in keys.values() if key in seen]
+    found = [_judged(seen[key]) for key in keys.values() if key in seen]
     missing = _missing(folder)
     if not found and not missing:
         return None
@@ -194,6 +194,12 @@ def _run_at_once(source: Path, folder: Path, shown: Shown, seen: _Seen) -> Facts
         "notes": notes,
         "problems": problems,
     }
+
+
+def _judged(verdict: Verdict) -> Verdict:
+    """Take a damaged file that a resume has put aside for no fault of the run."""
+    is_aside = verdict.verdict == UNUSABLE and verdict.file.startswith(ABANDONED)
+    return replace(verdict, verdict=SET_ASIDE) if is_aside else verdict
 
 
 def _examine(path: Path, entry: Entry | None) -> Verdict:
