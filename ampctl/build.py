@@ -27,7 +27,7 @@ from ampctl.ema import WeightAverage
 from ampctl.errors import RecipeError
 from ampctl.load_state import FirstWeights
 from ampctl.parallel import in_ddp, shard
-from ampctl.plain import nonfinite
+from ampctl.plain import masks
 from ampctl.preflight import refuse_unknown_targets, refuse_unsupported
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET, Recipe
@@ -147,7 +147,7 @@ def build_state(
         bare, recipe.amp.modules, device_type=device.type, origins=loaded.origins
     )
     scaling = precision.needs_scaling or "float16" in modules.values()
-    by_design = _masks(bare)
+    by_design = masks(bare)
     blocks: Sequence[str] = ()
     if shards:
         ranks, blocks = shard(loaded, bare, device, ranks)
@@ -184,13 +184,6 @@ def build_state(
         left_as_built=left,
         compiled=recipe.train.compile is not False,
     )
-
-
-def _masks(model: nn.Module) -> frozenset[str]:
-    """Name what of a new model is not finite and may be so: buffers, and frozen infinities."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    lost = {n for n, p in parameters.items() if p.requires_grad or bool(p.isnan().any())}
-    return frozenset(nonfinite(model.state_dict())) - lost
 
 
 def _refuse_misfits(

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampctl.distributed.shard import is_sharded, local
@@ -138,6 +138,13 @@ def nonfinite(value: Any, path: str = "", *, by_design: Collection[str] = ()) ->
         suspects += [i for i, is_finite in zip(group, finite, strict=True) if not is_finite]
     bad = [found[i][0] for i in sorted(suspects) if not torch.isfinite(found[i][1]).all()]
     return [name for name in bad if name.split(".", 1)[-1] not in by_design]
+
+
+def masks(model: nn.Module) -> frozenset[str]:
+    """Name what of a new model is not finite and may be so: buffers, and frozen infinities."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    lost = {n for n, p in parameters.items() if p.requires_grad or bool(p.isnan().any())}
+    return frozenset(nonfinite(model.state_dict())) - lost
 
 
 @dataclass(frozen=True)

@@ -184,17 +184,28 @@ def test_nf5_batchnorm_buffers_survive_a_skip() -> None:
 
 def test_nf6_a_buffer_that_went_bad_is_set_aside_and_the_latest_stays() -> None:
     write(("own_parts.Net", "own_parts.Poisons"), ("micro_batch_size: 4", "micro_batch_size: 6"))
-    said = ampctl(
-        "train", "recipe.yaml", "--run-dir", "r", "data.train.bad=[]", "train.max_steps=4"
-    )
+    start = ("train", "recipe.yaml", "--run-dir", "r", "data.train.bad=[]", "train.max_steps=4")
+    said = ampctl(*start, code=3)
     assert "step 4: not finite: model.largest" in said
+    assert "at step 4 the state is not finite: model.largest" in said
+    assert "the newest one that can is r/checkpoints/step-00000003.pt" in said
     folder = Path("r/checkpoints")
     assert {path.name for path in folder.glob("*nonfinite*")} == {"step-00000004.nonfinite.pt"}
     assert torch.load(folder / "latest.pt", weights_only=True)["progress"]["step"] == 3
     refusal = ampctl("resume", str(folder / "step-00000004.nonfinite.pt"), code=4)
     assert "model.largest" in refusal
-    ampctl("resume", "r")
+    ampctl("resume", "r", code=3)
     assert last(Path("r"))["progress"]["step"] == 3  # the fourth went bad again, in the same way
+
+
+def test_nf6_a_run_that_saves_nothing_of_use_any_more_stops() -> None:
+    poison = "model={_target_: own_parts.Poisons, lasting: true}"
+    write(("micro_batch_size: 4", "micro_batch_size: 6"))
+    said = ampctl("train", "recipe.yaml", "--run-dir", "r", "data.train.bad=[]", poison, code=3)
+    assert "at step 6 the state is not finite, for 3 checkpoints in a row: model.largest" in said
+    assert "step-00000003.pt. Find what makes them so, and then `ampctl resume r` goes on" in said
+    (stop,) = events(Path("r"), "stop")
+    assert (stop["reason"], stop["exit_code"], stop["step"]) == ("nonfinite", 3, 6)
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 4), ("max", 2)])

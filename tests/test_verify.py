@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 from ampctl.checkpoint import file
 from ampctl.checkpoint.store import load
 from ampctl.cli import app, screen
-from ampctl.errors import CheckpointError
+from ampctl.errors import CheckpointError, NumericsError
 from ampctl.recipe.load import load_recipe
 from ampctl.train import worker
 
@@ -147,7 +147,8 @@ def test_a_file_that_was_set_aside_is_no_fault_of_a_run_but_no_run_goes_on_from_
     Path("recipe.yaml").write_text(RECIPE)
     overrides = ("model={_target_: own_parts.Poisons}", "train.ema_decay=null", "train.max_steps=3")
     loaded = load_recipe("recipe.yaml", overrides)
-    worker.train(loaded, run_dir=Path("a"), resume=False, quiet=True)
+    with pytest.raises(NumericsError, match="that can is a/checkpoints/step-00000002"):
+        worker.train(loaded, run_dir=Path("a"), resume=False, quiet=True)
     facts = facts_of("a")
     verdicts = {f["file"]: (f["verdict"], f["reason"]) for f in facts["files"]}
     told = "it holds NaN or infinity in model.largest"

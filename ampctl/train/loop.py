@@ -18,6 +18,9 @@ from ampctl.train.evaluate import evaluate
 from ampctl.train.run import Run
 from ampctl.train.save import finish, look, prepare, save
 
+MOST_SET_ASIDE = 2
+"""So many checkpoints in a row may be set aside; with the next one a run stops."""
+
 
 def fit(run: Run) -> str:
     """Train until a reason to stop; return it: ``complete`` or ``early_stop``.
@@ -40,6 +43,7 @@ def fit(run: Run) -> str:
             raise
     if run.saved_step != progress.step:
         save(run)
+    _require_a_use(run, at_most=0)
     finish(run)
     run.job.state.ranks.wait()
     return reason
@@ -136,6 +140,8 @@ def _boundary(
         over = finished(run.job) is not None
     if run.heed.received or stopping or over or by_time or _save_is_due(run, epoch_ended):
         save(run)
+        if run.heed.received is None:
+            _require_a_use(run, at_most=MOST_SET_ASIDE)
     run.log.restart_clock(run.progress)
     if run.heed.received:
         finish(run)
@@ -144,6 +150,12 @@ def _boundary(
             f"at step {step}, which is saved: `{run.resume_command}` goes on",
             run.heed.received,
         )
+
+
+def _require_a_use(run: Run, *, at_most: int) -> None:
+    """Raise NumericsError if no run could go on from what has been saved last."""
+    if run.set_aside > at_most:
+        raise NumericsError(words.lost(run, finish(run)))
 
 
 def _save_is_due(run: Run, epoch_ended: bool) -> bool:

@@ -25,7 +25,9 @@ SCALES_SHOWN = 8
 class Run:
     """One run under way: the job, where it is saved and told, and what the loop must remember.
 
-    ``memory``: where a checkpoint's copy of the state waits to be written, if training goes on.
+    ``not_finite`` names what of the state was so at the last save, and ``set_aside`` counts how
+    many in a row were set aside for that. ``memory``: where a checkpoint's copy of the state waits
+    to be written, if training goes on.
     """
 
     job: Job
@@ -38,6 +40,8 @@ class Run:
     memory: HostMemory | None = None
     saved_step: int = -1
     saved_at: float = field(default_factory=time.monotonic)
+    not_finite: list[str] = field(default_factory=list)
+    set_aside: int = 0
     windows: deque[tuple[int, list[Any]]] = field(default_factory=lambda: deque(maxlen=2))
     scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SCALES_SHOWN))
 

@@ -110,6 +110,7 @@ def save(run: Run) -> None:
             f"step {progress.step}: not finite: {first_of(nonfinite)}. The "
             "checkpoint is set aside as .nonfinite, and the newest one stays as it was"
         )
+    run.not_finite, run.set_aside = nonfinite, run.set_aside + 1 if nonfinite else 0
     run.store.save(
         payload,
         step=progress.step,

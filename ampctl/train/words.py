@@ -138,6 +138,18 @@ def stopped(run: Run, report: StepReport, diagnosis: Diagnosis, saved: Path | No
     return "\n".join(lines)
 
 
+def lost(run: Run, saved: Path | None) -> str:
+    """Say why a run ends that trains on, but saves nothing that could be gone on from."""
+    times = f", for {run.set_aside} checkpoints in a row" if run.set_aside > 1 else ""
+    newest = f"the newest one that can is {saved}" if saved else "there is none before them"
+    return (
+        f"at step {run.progress.step} the state is not finite{times}: {first_of(run.not_finite)}. "
+        "These values have no part in the loss, or the steps would have been skipped, but no run "
+        f"can go on from such a checkpoint; {newest}. Find what makes them so, and then "
+        f"`{run.resume_command}` goes on"
+    )
+
+
 def _row(report: StepReport, progress: Progress) -> str:
     """Say what lasted too long: steps, or the turns of an optimizer that has some of them only."""
     count = report.consecutive_skips
