@@ -253,6 +253,34 @@ def test_a_disk_without_inodes_at_one_file_of_a_save(
     check_goes_on(run_dir, 4 if lacking == "link" else 3)
 
 
+@pytest.mark.parametrize("when", [NOW, LATER])
+def test_a_folder_with_a_quota_is_told_as_one(folder: Path, when: str) -> None:
+    if not all(map(shutil.which, ("mkfs.btrfs", "btrfs"))):
+        pytest.skip("no btrfs-progs: of the file systems here btrfs alone has quotas for root")
+    disk, image = folder / "disk", folder / "image"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(2**27)
+    subprocess.run(["mkfs.btrfs", "-q", image], check=True)
+    if subprocess.run(["mount", "-o", "loop", image, disk]).returncode:
+        pytest.skip("this user may not mount a file")
+    try:
+        for words in (
+            *(["subvolume", "create", disk / "d"], ["quota", "enable", disk]),
+            ["qgroup", "limit", "200k", disk / "d"],
+        ):
+            subprocess.run(["btrfs", *words], check=True, capture_output=True)
+        told = run(disk / "d", None, "checkpoint.keep_last=9", when, code=5).stderr
+        assert re.search(
+            r"\d\.pt: 28,\d{3} bytes are needed, the quota of this user or folder", told
+        )
+        assert "(Disk quota exceeded); the checkpoints before it are intact: remove files" in told
+        subprocess.run(["btrfs", "qgroup", "limit", "none", disk / "d"], check=True)
+        check_goes_on(disk / "d", last(disk / "d")["progress"]["step"])
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
 def too_small(mount: Any, options: str, larger: str, when: str) -> None:
     """Start a run on a disk that is too small, see it end in words, and again with room."""
     disk = mount(options)
