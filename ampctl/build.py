@@ -25,7 +25,7 @@ from ampctl.distributed.env import choose_device
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import WeightAverage
 from ampctl.errors import RecipeError
-from ampctl.load_state import FirstWeights
+from ampctl.first_weights import FirstWeights
 from ampctl.parallel import in_ddp, shard
 from ampctl.plain import masks
 from ampctl.preflight import refuse_unknown_targets, refuse_unsupported
@@ -141,7 +141,8 @@ def build_state(
     shards = ranks.size > 1 and recipe.distributed.strategy == "fsdp"
     bare = build_model(loaded, device, spread_later=shards)
     bare.train()
-    left = first_weights.fill(bare) if first_weights else []
+    if first_weights is not None:
+        first_weights.fill(bare)
     upcast = upcast_(bare) if recipe.amp.upcast else []
     modules = set_module_dtypes(
         bare, recipe.amp.modules, device_type=device.type, origins=loaded.origins
@@ -181,7 +182,6 @@ def build_state(
         allows_unused=recipe.distributed.find_unused_parameters,
         upcast=upcast,
         blocks=blocks,
-        left_as_built=left,
         compiled=recipe.train.compile is not False,
     )
 

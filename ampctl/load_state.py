@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -29,44 +27,11 @@ class MisfitError(CheckpointError):
         self, part: str, lines: Sequence[str], *, fits: str = "", keys: Sequence[str] = ()
     ) -> None:
         self.keys = keys
-        told = f"{_listing(lines)}\n  {fits}" if fits else _listing(lines)
+        told = f"{listing(lines)}\n  {fits}" if fits else listing(lines)
         super().__init__(f"the checkpoint does not fit the recipe: {part}\n{told}")
 
 
-@dataclass(frozen=True)
-class FirstWeights:
-    """The weights that a new run starts from, instead of those that its model is built with.
-
-    ``where`` they are from, in words; names that match a glob of ``allow_missing`` may stay as the
-    model builds them, where the weights have none of that name and shape.
-    """
-
-    tensors: Mapping[str, Any]
-    where: str
-    allow_missing: Sequence[str] = ()
-
-    def fill(self, model: nn.Module) -> list[str]:
-        """Load them; return the names that stay as built. Raises CheckpointError, by name."""
-        own = model.state_dict()
-        lines = _misfits(own, self.tensors)
-        left = {n for n in lines if any(fnmatchcase(n, glob) for glob in self.allow_missing)}
-        wrong = [f"{name}: {why}" for name, why in sorted(lines.items()) if name not in left]
-        known = {*own, *left}
-        for glob in self.allow_missing:
-            if not any(fnmatchcase(name, glob) for name in known):
-                wrong.append(f"--allow-missing {glob}: no weight is called so")
-        if wrong:
-            raise CheckpointError(
-                f"the weights of {self.where} do not fit the model:\n{_listing(wrong)}\n"
-                "--allow-missing GLOB leaves those whose names match as the model builds them"
-            )
-        fitting = {name: value for name, value in self.tensors.items() if name not in left}
-        kept = {name: value for name, value in own.items() if name in left}
-        model.load_state_dict({**kept, **fitting}, strict=True)
-        return sorted(left)
-
-
-def _misfits(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]:
+def misfits(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]:
     """Say of each name that does not fit why."""
     lines = {name: "missing in the checkpoint" for name in own if name not in saved}
     lines |= {name: "not in the model" for name in saved if name not in own}
@@ -82,7 +47,7 @@ def _misfits(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]
 def require_fit(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Raise MisfitError that lists by name what of saved weights does not fit."""
     own = model.state_dict()
-    lines = _misfits(own, state)
+    lines = misfits(own, state)
     if lines:
         every = own.keys() | state.keys()
         raise MisfitError(
@@ -99,15 +64,21 @@ def load_model(model: nn.Module, state: Mapping[str, Any], notify: Notify) -> No
     Values are rounded to the model's dtypes, which ``notify`` is told where that loses some.
     """
     require_fit(model, state)
-    own = model.state_dict()
-    rounded = [name for name, value in own.items() if _loses(state[name], value)]
-    if rounded:
-        saved, now = (_dtype(each[rounded[0]]) for each in (state, own))
-        notify(
-            f"{len(rounded)} of {len(own)} tensors were saved in {saved} and are {now} in the "
-            f"model, so they are rounded: {first_of(rounded)}"
-        )
+    if rounded := rounding(model.state_dict(), state):
+        notify(rounded)
     model.load_state_dict(dict(state), strict=True)
+
+
+def rounding(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """Say which saved weights the dtypes of a model's own cannot hold as they are; "" if none."""
+    rounded = [n for n, value in own.items() if n in state and _loses(state[n], value)]
+    if not rounded:
+        return ""
+    saved, now = (_dtype(each[rounded[0]]) for each in (state, own))
+    return (
+        f"{len(rounded)} of {len(own)} tensors were saved in {saved} and are {now} in the model, "
+        f"so they are rounded: {first_of(rounded)}"
+    )
 
 
 def _loses(saved: Any, own: Any) -> bool:
@@ -250,6 +221,7 @@ def _state_difference(
     return useless
 
 
-def _listing(lines: Sequence[str]) -> str:
+def listing(lines: Sequence[str]) -> str:
+    """Return the first few lines for a message, indented, and how many more there are."""
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return "\n".join(f"  {line}" for line in lines[:_SHOWN]) + more

@@ -153,6 +153,13 @@ def _fitting(held: Any, parameter: Tensor, dtypes: set[torch.dtype], where: str)
     return fitting
 
 
+def place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two names of one tensor (tied weights) have in common."""
+    storage = tensor.untyped_storage()
+    own = id(tensor) if not tensor.numel() else storage.data_ptr()
+    return own, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def is_like(value: Any, fresh: Any) -> bool:
     """Tell whether a saved setting is of the kind that a fresh one is.
 

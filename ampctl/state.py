@@ -127,7 +127,6 @@ class TrainState:
     ``model`` is what the forward pass of a step calls (in DDP, say), ``local`` what a pass of this
     rank alone does (compiled, say); ``bare`` is the module itself, whose names and tensors a
     checkpoint holds. ``blocks``: the names of the modules that a sharded one is gathered by.
-    ``left_as_built``: of a run that starts from weights of another, what these lacked.
     """
 
     model: nn.Module
@@ -148,7 +147,6 @@ class TrainState:
     module_dtypes: Mapping[str, str] = field(default_factory=dict)
     upcast: Sequence[str] = ()
     blocks: Sequence[str] = ()
-    left_as_built: Sequence[str] = ()
     allows_unused: bool = False
     progress: Progress = field(default_factory=Progress)
     pending: Pending | None = None

@@ -50,6 +50,7 @@ FLOORS = {
     "step": 2,
     "losses": 2,
     "load_state": 1,
+    "first_weights": 1,
     "updater": 2,
     "checkpoint": 3,
     "doctor": 3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from own_parts import Net
 from safetensors.torch import save_file
+from test_export import Tied
 from test_export import run as export
 from test_resume_exact import RECIPE, last, train
 from torch import nn
@@ -79,35 +81,160 @@ def test_a_run_starts_from_the_averaged_weights_of_another(source: str) -> None:
     assert read_metrics("b/metrics.jsonl")[0]["event"] == "start"
 
 
+WIDER = "model={_target_: test_init_from.Wider}"
+
+
 def test_weights_that_do_not_fit_are_named_and_may_be_left_as_the_model_builds_them() -> None:
     train("a", "train.max_epochs=1", "train.ema_decay=null")
     theirs = last(Path("a"))["model"]
-    other = ("model={_target_: test_init_from.Wider}",)
-    message = ampctl("train", *LAST, *other, "--run-dir", "b", "--init-from", "a", code=4).stderr
+    message = ampctl("train", *LAST, WIDER, "--run-dir", "b", "--init-from", "a", code=4).stderr
     assert "do not fit the model:" in message
     assert "head.weight: [4, 16] saved, [5, 16] in the model" in message
-    assert "--allow-missing GLOB leaves those" in message
+    assert "7 of 9 weights of the model are in it" in message
+    assert message.endswith("\n    --allow-missing 'head.*'\n")
     assert not Path("b/recipe.yaml").exists()
     flags = ("--init-from", "a", "--allow-missing", "head.*")
-    said = ampctl("train", *LAST, *other, "--run-dir", "b", *flags).stdout
-    assert "; as the model builds them: head.bias, head.weight" in said
+    said = ampctl("train", *LAST, WIDER, "--run-dir", "b", *flags).stdout
+    assert ": 7 of 9 taken; as the model builds them: head.bias, head.weight\n" in said
     ours = last(Path("b"))["model"]
     assert torch.equal(ours["first.weight"], theirs["first.weight"])
+
+
+def test_what_only_the_file_has_is_left_out_and_is_told_apart_from_what_is_built_anew() -> None:
+    tensors = Wider().state_dict()
+    tensors["old.weight"] = tensors.pop("norm.weight")
+    torch.save(tensors, "x.pt")
+    begin = ("train", *LAST, "--run-dir", "b", "--init-from", "x.pt")
+    message = ampctl(*begin, code=4).stderr
+    assert "  old.weight: not in the model\n" in message
+    advice = "--allow-missing 'head.*' --allow-missing norm.weight --allow-missing 'old.*'"
+    assert message.endswith(f"\n    {advice}\n")
+    said = ampctl(*begin, *shlex.split(advice)).stdout
+    anew = "as the model builds them: head.bias, head.weight, norm.weight; "
+    assert f": 6 of 9 taken; {anew}in the file and left out: old.weight\n" in said
+
+
+def test_a_checkpoint_of_which_nothing_fits_is_no_beginning() -> None:
+    torch.save({f"other.{name}": value for name, value in Net().state_dict().items()}, "x.pt")
+    flags = ("--init-from", "x.pt", "--allow-missing", "*")
+    message = ampctl("train", *LAST, "--run-dir", "b", *flags, code=4).stderr
+    assert "none of the weights of x.pt fits the model:\n  first.bias: missing in" in message
+    assert not Path("b").exists() or not list(Path("b").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("out", ["x.safetensors", "x.pt"])
+def test_tied_weights_come_back_from_an_export(out: str) -> None:
+    tied = "model={_target_: test_export.Tied}"
+    train("a", "train.max_epochs=1", tied, "train.ema_decay=null")
+    export("a", out)
+    said = ampctl("train", *LAST, tied, "--run-dir", "b", "--init-from", out).stdout
+    assert f"starting from the weights of {out}: 4 of 4 taken\n" in said
+    assert_equal("b", last(Path("a"))["model"])
+
+
+def test_tied_weights_that_differ_in_a_file_are_not_taken_one_for_the_other() -> None:
+    tensors = {n: value.clone() for n, value in Tied().state_dict().items()}
+    tensors["head.weight"] += 1
+    torch.save(tensors, "x.pt")
+    tied = "model={_target_: test_export.Tied}"
+    begin = ("train", *LAST, tied, "--run-dir", "b", "--init-from", "x.pt")
+    message = ampctl(*begin, code=4).stderr
+    assert "head.weight: one tensor with first.weight in the model" in message
+    assert message.endswith("\n    --allow-missing head.weight\n")
+    said = ampctl(*begin, "--allow-missing", "head.weight").stdout
+    assert "x.pt: 4 of 4 taken; in the file and left out: head.weight\n" in said
+    assert torch.equal(last(Path("b"))["model"]["head.weight"], tensors["first.weight"])
+
+
+def other_weights(prefix: str = "") -> dict[str, Any]:
+    """Return weights as another seed builds them, with other names."""
+    torch.manual_seed(77)
+    return {f"{prefix}{name}": value for name, value in Net().state_dict().items()}
+
+
+@pytest.mark.parametrize("key", ["", "state_dict", "model_state_dict", "model"])
+def test_a_state_dict_that_another_program_saved_is_a_beginning(key: str) -> None:
+    theirs = other_weights()
+    torch.save({key: theirs, "epoch": 3} if key else theirs, "x.pt")
+    said = ampctl("train", *LAST, "--run-dir", "b", "--init-from", "x.pt").stdout
+    where = f"x.pt (its `{key}`)" if key else "x.pt"
+    assert f"starting from the weights of {where}: 9 of 9 taken\n" in said
+    assert_equal("b", theirs)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "model."])
+def test_a_prefix_that_all_names_of_a_file_have_is_taken_off_and_told(prefix: str) -> None:
+    theirs = other_weights(prefix)
+    if prefix == "model.":
+        save_file(theirs, "x")  # known by its content
+    else:
+        torch.save(theirs, "x")
+    said = ampctl("train", *LAST, "--run-dir", "b", "--init-from", "x").stdout
+    assert f"of x, without the `{prefix}` before its names: 9 of 9 taken\n" in said
+    assert_equal("b", other_weights())
+    theirs["epoch"] = torch.ones(1)
+    torch.save(theirs, "y")
+    message = ampctl("train", *LAST, "--run-dir", "c", "--init-from", "y", code=4).stderr
+    assert "none of the weights of y fits" in message
+
+
+def test_weights_that_are_rounded_or_not_finite_are_told() -> None:
+    theirs = other_weights()
+    torch.save({n: v.double() if n == "head.bias" else v for n, v in theirs.items()}, "x.pt")
+    said = ampctl("train", *LAST, "--run-dir", "b", "--init-from", "x.pt").stdout
+    assert "1 of 9 tensors were saved in float64 and are float32 in the model" in said
+    theirs["head.weight"][0] = float("nan")
+    torch.save(theirs, "x.pt")
+    message = ampctl("train", *LAST, "--run-dir", "c", "--init-from", "x.pt", code=4).stderr
+    assert "  head.weight: NaN or infinity in it\n" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"epoch": 3}, "it is a file of another tool"),
+        (nn.Linear(1, 1), "it would import torch.nn.modules.linear.Linear"),
+        ({"a": torch.ones(1, device="meta")}, "no plain tensor with a name in a;"),
+    ],
+)
+def test_a_file_without_a_state_dict_is_told_what_to_bring(content: Any, told: str) -> None:
+    torch.save(content, "x.pt")
+    message = ampctl("train", *LAST, "--init-from", "x.pt", code=4).stderr
+    assert told in message
+    assert "or a state dict that torch.save(model.state_dict(), FILE) has written" in message
 
 
 def test_a_glob_that_names_nothing_and_flags_that_miss_each_other_are_mistakes() -> None:
     train("a", "train.max_epochs=1")
     flags = ("--init-from", "a", "--allow-missing", "tail.*")
     message = ampctl("train", *LAST, "--run-dir", "b", *flags, code=4).stderr
-    assert "--allow-missing tail.*: no weight is called so" in message
+    assert message.endswith("  --allow-missing tail.*: no weight is called so\n")
     message = ampctl("train", *LAST, "--allow-missing", "head.*", code=2).stderr
     assert "--allow-missing is about the weights of --init-from" in message
     for wrong in ("nowhere", "recipe.yaml", "no.safetensors"):
         message = ampctl("train", *LAST, "--run-dir", "b", "--init-from", wrong, code=4).stderr
         assert wrong in message
-    Path("bad.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
-    message = ampctl("train", *LAST, "--init-from", "bad.safetensors", code=4).stderr
-    assert "bad.safetensors cannot be used" in message
+
+
+def test_a_damaged_safetensors_file_is_told_in_words() -> None:
+    save_file({"a": torch.ones(9)}, "x.safetensors")
+    whole = Path("x.safetensors").read_bytes()
+    cut = "it is damaged: it is cut off, or something was added at its end"
+    for content, told in (
+        (b"", "it is empty"),
+        (whole[:5], "it is cut off, or no safetensors file"),
+        (whole[:40], "it is cut off, or no safetensors file"),
+        (whole[:-1], cut),
+        (whole + b"x", cut),
+        (b"\x02\0\0\0\0\0\0\0[]", "its header cannot be read"),
+        (whole.replace(b"F32", b"F99"), "its header cannot be read"),
+        (b"name: digits\n" * 9, "it is cut off, or no safetensors file"),
+    ):
+        Path("x.safetensors").write_bytes(content)
+        message = ampctl("train", *LAST, "--init-from", "x.safetensors", code=4).stderr
+        assert "x.safetensors cannot be used: it is " in message
+        assert told in message
+        assert message.endswith("; bring back an intact copy\n")
 
 
 def test_a_requeued_run_goes_on_with_its_own_weights() -> None:
@@ -157,5 +284,5 @@ def test_a_file_with_nan_begins_no_run() -> None:
     save_file(weights, "bad.safetensors")
     start = ("train", *LAST, "--run-dir", "b", "--init-from", "bad.safetensors")
     said = ampctl(*start, code=4).stderr
-    assert "the weights of bad.safetensors hold NaN or infinity in head.bias" in said
+    assert "head.bias: NaN or infinity in it" in said
     assert not list(Path("b").glob("checkpoints/*"))

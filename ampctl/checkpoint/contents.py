@@ -21,6 +21,7 @@ from ampctl.checkpoint.store import Loaded
 from ampctl.errors import RecipeError, printable
 from ampctl.plain import nonfinite
 from ampctl.recipe.load import parse_recipe
+from ampctl.saved import place
 
 PARTS = ("model", "ema", "optimizer")
 """The keys of a checkpoint that are counted by themselves; what else there is, is the rest."""
@@ -93,13 +94,6 @@ def _has_arithmetic(dtype: torch.dtype) -> bool:
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     return True
-
-
-def place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two names of one tensor (tied weights) have in common."""
-    storage = tensor.untyped_storage()
-    own = id(tensor) if not tensor.numel() else storage.data_ptr()
-    return own, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def fact(value: Any) -> Any:

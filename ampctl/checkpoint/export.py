@@ -20,13 +20,15 @@ from torch import Tensor
 
 from ampctl import __version__
 from ampctl.checkpoint import disk
-from ampctl.checkpoint.contents import Facts, fact, is_whole, place, recipe_digest, word
+from ampctl.checkpoint.contents import Facts, fact, is_whole, recipe_digest, word
+from ampctl.checkpoint.foreign import SAFETENSORS
 from ampctl.checkpoint.index import FOLDER, INDEX
 from ampctl.checkpoint.store import load
 from ampctl.errors import CheckpointError, MachineError, RecipeError, UsageError, first_of
 from ampctl.recipe.load import parse_recipe
+from ampctl.saved import place
 
-SAFETENSORS, TORCH = ".safetensors", ".pt"
+TORCH = ".pt"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Notify = Callable[[str], None]

@@ -20,7 +20,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
-from ampctl.checkpoint import archive, disk
+from ampctl.checkpoint import archive, disk, foreign
 from ampctl.errors import CheckpointError, printable
 
 FORMAT = "ampctl"
@@ -74,6 +74,14 @@ class UnusableCheckpointError(CheckpointError):
         super().__init__(f"checkpoint {path} cannot be used: {self.reason}; {advice}")
 
 
+class ForeignFileError(UnusableCheckpointError):
+    """A file that another program saved; ``content`` is what torch decodes it to, if it does."""
+
+    def __init__(self, path: Path, reason: str, advice: str, content: Any = None) -> None:
+        super().__init__(path, reason, advice)
+        self.content = content
+
+
 def write(path: Path, payload: Mapping[str, Any]) -> Written:
     """Write to ``disk.temporary(path)``, down to the disk; `disk.publish` gives it its name.
 
@@ -115,7 +123,7 @@ def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> 
     ``mmap`` the tensors stay in the file: for a look, not to go on with. Raises
     ``UnusableCheckpointError`` for all that is not a whole ampctl checkpoint of this version.
     """
-    with _open(path) as file:
+    with open_regular(path) as file:
         sealed = _check_bytes(path, file, digests)
         file.seek(0)
         # Every byte sequence must end in words, and zipfile and torch.load raise a dozen types for
@@ -188,7 +196,8 @@ class _Sink:
         self._digest.update(data)
 
 
-def _open(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it; raise UnusableCheckpointError if it is none, or cannot be opened."""
     try:
         if path.is_dir():
             raise UnusableCheckpointError(
@@ -224,7 +233,7 @@ def damaged(path: Path, detail: str) -> UnusableCheckpointError:
 def _unsafe(path: Path, error: pickle.UnpicklingError) -> UnusableCheckpointError:
     name = re.search(r"GLOBAL (\S+)", str(error))
     what = f"would import {name[1]}" if name else "holds more than plain types and tensors"
-    return UnusableCheckpointError(
+    return ForeignFileError(
         path, f"it {what}, so it is no ampctl checkpoint and may be hostile", NAME_ANOTHER
     )
 
@@ -267,9 +276,10 @@ def _fingerprint(file: BinaryIO, size: int) -> tuple[str, str, bytes]:
 
 def _check_content(path: Path, payload: Any) -> dict[str, Any]:
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
-        raise UnusableCheckpointError(
-            path, f"it is {_kind(payload)}", "name a file that `ampctl train` saved"
-        )
+        advice = "name a file that `ampctl train` saved"
+        if foreign.state_dict_in(payload) is not None:
+            advice = foreign.start_from(path)
+        raise ForeignFileError(path, f"it is {foreign.describe(payload)}", advice, payload)
     version = payload.get("version")
     if isinstance(version, int) and version > VERSION:
         raise UnusableCheckpointError(
@@ -295,11 +305,3 @@ def _lacks(missing: list[str]) -> str:
     if "scaler" in missing:
         return f"it lacks {names}: without `scaler` the loss scale would start again"
     return f"it lacks {names}, without which a run cannot go on exactly"
-
-
-def _kind(payload: Any) -> str:
-    if isinstance(payload, dict) and "pytorch-lightning_version" in payload:
-        return "a checkpoint of PyTorch Lightning"
-    if isinstance(payload, dict) and payload and all(map(torch.is_tensor, payload.values())):
-        return "a bare state dict (weights alone), of which no run can go on"
-    return "a file of another tool (no `format: ampctl` in it)"

@@ -50,13 +50,15 @@ def train(
         Path | None,
         typer.Option(
             metavar="CHECKPOINT",
-            help="Start a new run from the weights of a checkpoint, a run or a .safetensors file.",
+            help="Start a new run from the weights of a checkpoint, a run, a .safetensors file or "
+            "a state dict of torch.save.",
         ),
     ] = None,
     allow_missing: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="GLOB", help="With --init-from: weights that may be missing, or not fit."
+            metavar="GLOB",
+            help="With --init-from: weights that may be missing, not fit, or not be in the model.",
         ),
     ] = None,
     quiet: Quiet = False,

@@ -1,27 +1,41 @@
-"""Where a new run's weights are from, if not from its model: another run's, or an exported file."""
+"""Where a new run's weights are from, if not from its model: another run's, or a file."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from ampctl.build import Job, build_job
-from ampctl.checkpoint.export import SAFETENSORS, chosen_weights
+from ampctl.checkpoint.contents import is_whole, word
+from ampctl.checkpoint.export import chosen_weights
+from ampctl.checkpoint.file import ForeignFileError, UnusableCheckpointError, open_regular
+from ampctl.checkpoint.foreign import SAFETENSORS, is_safetensors, state_dict_in
 from ampctl.checkpoint.index import log_warning
 from ampctl.checkpoint.store import load
 from ampctl.distributed.ranks import ALONE, Ranks
-from ampctl.errors import CheckpointError, RecipeError, UsageError, first_of
-from ampctl.load_state import FirstWeights
+from ampctl.errors import RecipeError, UsageError, first_of
+from ampctl.first_weights import PREFIXES, FirstWeights
 from ampctl.recipe.load import LoadedRecipe
-from ampctl.train import words
 from ampctl.train.across_ranks import nonfinite_names
+
+_NAME_ANOTHER = (
+    f"name a checkpoint, a run folder, a {SAFETENSORS} file, or a state dict that "
+    "torch.save(model.state_dict(), FILE) has written"
+)
+
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class InitFrom:
-    """A checkpoint, a run folder or a ``.safetensors`` file, and what of it may be missing."""
+    """A checkpoint, a run folder or a file of weights alone, and what of it may be missing."""
 
     source: Path
     allow_missing: Sequence[str] = ()
@@ -29,58 +43,91 @@ class InitFrom:
     def __str__(self) -> str:
         return " ".join([f"{self.source}", *(f"--allow-missing {g}" for g in self.allow_missing)])
 
-    def read(self, notify: Callable[[str], None]) -> FirstWeights:
+    def read(self, notify: Notify) -> FirstWeights:
         """Read the weights: those that were averaged where there are any, as evaluations do.
 
         Nothing is built, so that there is nothing to trust. Raises CheckpointError for what cannot
         be read, UsageError if safetensors is missing.
         """
-        if self.source.suffix == SAFETENSORS:
-            return FirstWeights(_tensors(self.source), f"{self.source}", self.allow_missing)
-        found = load(self.source, notify=notify)
-        which, tensors = chosen_weights(found.payload, found.path, ema=None)
-        kind = "averaged weights" if which == "ema" else "weights"
-        where = f"{self.source} ({kind} of step {found.payload['progress'].get('step')})"
-        return FirstWeights(tensors, where, self.allow_missing)
+        prefixes: Sequence[str] = PREFIXES
+        if not self.source.is_dir() and _is_safetensors(self.source):
+            told, tensors = "", _tensors(self.source)
+        else:
+            try:
+                found = load(self.source, notify=notify)
+            except ForeignFileError as error:
+                told, tensors = self._bare(error)
+            else:
+                which, tensors = chosen_weights(found.payload, found.path, ema=None)
+                kind = "averaged weights" if which == "ema" else "weights"
+                told = f"{kind} of step {found.payload['progress'].get('step')}"
+                prefixes = ()
+        _refuse_odd(tensors, self.source)
+        where = f"{self.source} ({told})" if told else f"{self.source}"
+        return FirstWeights(tensors, where, notify, self.allow_missing, prefixes)
+
+    def _bare(self, error: ForeignFileError) -> tuple[str, dict[str, Any]]:
+        """Return the weights of a file that is no checkpoint, and where in it they are."""
+        found = state_dict_in(error.content)
+        if found is None:
+            raise UnusableCheckpointError(self.source, error.reason, _NAME_ANOTHER) from error
+        key, tensors = found
+        return f"its `{key}`" if key else "", tensors
 
 
 def build(
     loaded: LoadedRecipe,
     ranks: Ranks = ALONE,
     init_from: InitFrom | None = None,
-    tell: Callable[[str], None] = log_warning,
+    tell: Notify = log_warning,
 ) -> Job:
     """Build the job of a new run, with the weights that it starts from.
 
     Once they are in the model nothing holds on to those that were read. Raises as
-    :func:`ampctl.build.build_job`, and RecipeError or CheckpointError for weights that are not
-    finite, but for masks: no training mends them.
+    :func:`ampctl.build.build_job`, and RecipeError for a model with weights that are not finite,
+    but for masks: no training mends them.
     """
-    first = init_from.read(tell) if init_from else None
-    job = build_job(loaded, ranks, first)
+    job = build_job(loaded, ranks, init_from.read(tell) if init_from else None)
     if bad := nonfinite_names(job.state, job.state.parts()):
         names = first_of([n.removeprefix("model.") for n in bad if n.startswith("model.")])
-        if first:
-            raise CheckpointError(
-                f"the weights of {first.where} hold NaN or infinity in {names}: no training mends "
-                "them. Take an earlier checkpoint, or leave these as the model builds them with "
-                "--allow-missing"
-            )
         message = f"its weights are not finite from the start: {names}"
         advice = "look at how the model makes them (torch.empty holds anything), or what it loads"
         raise RecipeError([loaded.problem("model", message, advice)])
-    if first:
-        tell(words.first_weights(first, job))
     return job
 
 
-def _tensors(path: Path) -> dict[str, object]:
+def _is_safetensors(path: Path) -> bool:
+    with open_regular(path) as file:
+        return is_safetensors(path, file.read(9), file.seek(0, os.SEEK_END))
+
+
+def _tensors(path: Path) -> dict[str, Any]:
     if importlib.util.find_spec("safetensors") is None:
         raise UsageError('safetensors is not installed\n    pip install "ampctl[export]"')
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    with open_regular(path) as file:
+        head, size = file.read(8), file.seek(0, os.SEEK_END)
     try:
         return dict(load_file(path))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be used: {str(error).splitlines()[0]}") from error
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        if size < 8 or int.from_bytes(head, "little") > size - 8:
+            reason = "it is cut off, or no safetensors file" if size else "it is empty"
+        elif re.search("not fully covered|IncompleteBuffer", f"{error}"):
+            reason = "it is damaged: it is cut off, or something was added at its end"
+        else:
+            reason = "it is damaged, or no safetensors file: its header cannot be read"
+        raise UnusableCheckpointError(path, reason, "bring back an intact copy") from error
+
+
+def _refuse_odd(weights: Mapping[Any, Any], source: Path) -> None:
+    """Raise CheckpointError for names that are none, and tensors without their values."""
+    odd = [
+        word(name)
+        for name, value in weights.items()
+        if not isinstance(name, str) or (isinstance(value, Tensor) and not is_whole(value))
+    ]
+    if odd:
+        reason = f"it holds what is no plain tensor with a name in {first_of(odd)}"
+        raise UnusableCheckpointError(source, reason, _NAME_ANOTHER)

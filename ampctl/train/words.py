@@ -9,7 +9,6 @@ from ampctl import preflight
 from ampctl.build import Job, micro_batch_size
 from ampctl.doctor.nonfinite import Diagnosis
 from ampctl.errors import as_argument, first_of
-from ampctl.load_state import FirstWeights
 from ampctl.optim import describe_groups
 from ampctl.state import Progress, StepReport
 from ampctl.train.folder import RECIPE
@@ -73,13 +72,6 @@ def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
             f"{scale}, {progress.skipped} skipped"
         )
     return lines
-
-
-def first_weights(first: FirstWeights, job: Job) -> str:
-    """Say where a new run's weights are from, and which of them are as the model builds them."""
-    left = job.state.left_as_built
-    as_built = f"; as the model builds them: {first_of(left)}" if left else ""
-    return f"starting from the weights of {first.where}{as_built}"
 
 
 def _devices(job: Job) -> str:
