@@ -22,6 +22,10 @@ _COUNTERS = ("last_epoch", "_step_count", "_last_lr", "best", "num_bad_epochs", 
 class LearningRate(Protocol):
     """What the step asks of a schedule."""
 
+    @property
+    def source(self) -> Any:
+        """What the recipe names: a scheduler of torch or a function of updates; None for none."""
+
     def before_update(self) -> None:
         """Set each group's rate for the update that comes next."""
 
@@ -55,6 +59,11 @@ class FunctionSchedule:
         self._base = [group["lr"] for group in optimizer.param_groups]
         self._factor = factor
         self._updates = 0
+
+    @property
+    def source(self) -> Callable[[int], float] | None:
+        """The function."""
+        return self._factor
 
     def before_update(self) -> None:
         """Set each group's rate for the update that comes next."""
@@ -105,6 +114,11 @@ class TorchSchedule:
         self._plateau = isinstance(scheduler, ReduceLROnPlateau)
         rates = [group["lr"] for group in optimizer.param_groups]
         self._base = [float(rate) for rate in getattr(scheduler, "base_lrs", rates)]
+
+    @property
+    def source(self) -> LRScheduler:
+        """The scheduler."""
+        return self._scheduler
 
     def before_update(self) -> None:
         """The scheduler has set the rates when it was last stepped."""

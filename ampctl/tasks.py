@@ -216,6 +216,11 @@ def as_task(candidate: Any) -> Task:
     return task
 
 
+def as_written(task: Task) -> Any:
+    """Return the object that somebody wrote, if need be without what :func:`as_task` put round."""
+    return task.inner if isinstance(task, _Adapted) else task
+
+
 def has_own(task: Task, method: str) -> bool:
     """Tell whether a task brings a method itself, rather than having it from Task."""
     found = getattr(task, method)
@@ -246,14 +251,14 @@ class _Adapted(Task):
     """A task that somebody wrote without inheriting from Task: its own methods, and Task's."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner = type(inner).__name__
+        self.inner = inner
         for method in _METHODS:
             if hasattr(inner, method):
                 setattr(self, method, getattr(inner, method))
 
     @property
     def name(self) -> str:
-        return self._inner
+        return type(self.inner).__name__
 
 
 def _first_dimension(batch: Any) -> int | None:

@@ -78,6 +78,61 @@ class ForgetsState(Stream):
         """Restore nothing."""
 
 
+CALLS = [0]
+
+
+class CountsOutside(Net):
+    """Anneals by a global of its module and by a number that its class holds."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS[0] += self.training
+        CountsOutside.calls += self.training
+        return super().forward(x) / (CALLS[0] + self.calls)
+
+
+class CountsItsSteps(torch.optim.SGD):
+    """Its rate falls with a number that no state_dict() returns."""
+
+    def __init__(self, params: Any, lr: float, fused: bool | None = None) -> None:
+        super().__init__(params, lr=lr, fused=fused)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["weight_decay"] = 0.1 / self.steps
+        return super().step(closure)
+
+
+class CountsItsCalls(torch.optim.lr_scheduler.LRScheduler):
+    """A schedule whose state_dict() leaves out what it counts."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.calls = 0
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        self.calls += 1
+        return [0.1 / self.calls for _ in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
+
+class CountsItsLosses:
+    """A task, no subclass of ampctl's, that weighs a loss by a number of its own."""
+
+    def __init__(self) -> None:
+        self.losses_taken = 0
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        self.losses_taken += model.training
+        x, y = batch
+        return torch.nn.functional.cross_entropy(model(x).float(), y) / self.losses_taken
+
+
 class Unseeded:
     """A task that draws from a generator that nobody seeds."""
 

@@ -16,7 +16,7 @@ from test_resume_exact import RECIPE
 from typer.testing import CliRunner, Result
 
 from ampctl.cli import app
-from ampctl.train import proof, witness
+from ampctl.train import proof, verdict, witness
 
 TESTS = Path(__file__).parent
 STEPS = 6
@@ -82,6 +82,16 @@ def test_what_resumes_exactly_is_said_to(overrides: tuple[str, ...]) -> None:
     assert facts["exact"]
     assert (facts["steps"], facts["difference"]) == (STEPS, None)
     assert facts["stops"] == [3, 4]  # the middle, and an epoch's end: 22 samples are four steps
+    assert facts["epoch_ends"] == [4]
+    assert facts["found"] == "the resumed run is the straight one, bit for bit"
+
+
+def test_an_exact_verdict_says_what_was_not_tried_and_how_to_try_it() -> None:
+    assert proved("--steps", "3")["found"].endswith(
+        "; no epoch boundary was among them: --steps 5 would reach one"
+    )
+    # What the recipe itself ends is tried to its end.
+    assert "epoch boundary" not in proved("train.max_epochs=1")["found"]
 
 
 def found(facts: dict[str, Any]) -> tuple[int, str, bool]:
@@ -110,6 +120,69 @@ def test_rs4_a_counter_in_python_is_named_with_the_step_and_the_weights() -> Non
     )
 
 
+def test_what_each_part_counts_for_itself_is_named_and_torchs_own_flags_are_not() -> None:
+    """The optimizer is a fused SGD, in which torch keeps a flag; the schedule puts another one."""
+    facts = proved(
+        "model={_target_: forgetful_parts.CountsOutside}",
+        "optimizer={_target_: forgetful_parts.CountsItsSteps, lr: 0.1}",
+        "scheduler={_target_: forgetful_parts.CountsItsCalls}",
+        "task={_target_: forgetful_parts.CountsItsLosses}",
+        "data.train.bad=[]",
+        code=4,
+    )
+    ours, theirs = facts["hidden"].pop("global forgetful_parts.CALLS")
+    assert ours.startswith("list ")
+    assert theirs.startswith("list ")
+    assert facts["hidden"] == {
+        "optimizer.steps": ["3", "0"],
+        "scheduler.calls": ["4", "1"],
+        "task.losses_taken": ["6", "0"],
+        "global forgetful_parts.CountsOutside.calls": ["6", "0"],
+    }
+    said = "\n".join(facts["advice"])
+    assert "no checkpoint holds optimizer.steps: it was 3 and is 0 after resuming" in said
+    assert "nor does one hold global forgetful_parts.CALLS, global forgetful_parts.Counts" in said
+    for owner in ("optimizer", "scheduler", "task", "global"):
+        assert verdict._WHAT_HOLDS[owner] in facts["advice"]
+    assert verdict._WHAT_HOLDS["model"] not in facts["advice"]
+
+
+def test_what_is_hidden_deeper_than_was_looked_is_told_to_be() -> None:
+    differs = proof.Difference(4, "weights", ("a",), ("weights",), restored=False)
+    assert verdict.advice(differs, True, {}, {}, {}) == [verdict._UNSEEN]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ("3", "0", "it was 3 and is 0 after resuming"),
+        ("3", None, "it was 3 and is not there after resuming"),
+        (f"Random {'0' * 16}", f"Random {'1' * 16}", "this generator does not go on where"),
+        (f"tuple {'0' * 16}", f"tuple {'1' * 16}", "this tuple does not hold what it held"),
+        (f"torch.float32 [8] {'0' * 16}", f"torch.float32 [8] {'1' * 16}", "its values are not"),
+        (f"list {'0' * 16}", None, "it is not there after resuming"),
+    ],
+)
+def test_how_a_hidden_value_differs_is_told_by_its_kind(
+    ours: str, theirs: str | None, said: str
+) -> None:
+    assert said in verdict._how_it_differs(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("ends", "length", "said"),
+    [
+        ([4], 4, ""),
+        ([], 16, "; no epoch boundary was among them: --steps 17 would reach one"),
+        ([], None, "; no epoch boundary was among them: more --steps may reach one"),
+    ],
+)
+def test_steps_without_an_epochs_end_among_them_prove_nothing_of_it(
+    ends: list[int], length: int | None, said: str
+) -> None:
+    assert verdict.no_boundary({"epoch_ends": ends, "steps_per_epoch": length}) == said
+
+
 def test_a_buffer_that_is_not_saved_is_named() -> None:
     facts = proved("model={_target_: forgetful_parts.KeepsOutside}", code=4)
     assert found(facts) == (4, "weights", False)
@@ -130,7 +203,10 @@ def test_rs5_a_data_set_with_a_generator_of_its_own_is_named() -> None:
     assert found(facts) == (4, "samples", False)
     assert facts["repeatable"]
     assert list(facts["hidden"]) == ["data.train.generator"]
-    assert facts["advice"][0] == "no checkpoint holds data.train.generator: it is another one"
+    assert facts["advice"][0] == (
+        "no checkpoint holds data.train.generator: after resuming, this generator does not go on "
+        "where it stood"
+    )
     assert "must follow from its index" in facts["advice"][1]
 
 

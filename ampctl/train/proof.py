@@ -7,13 +7,12 @@ they noted is compared here, step by step, and the first thing that differs is n
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,13 @@ from ampctl.checkpoint.index import FOLDER, file_name
 from ampctl.checkpoint.store import load
 from ampctl.distributed import member
 from ampctl.distributed.env import ended_at_once
-from ampctl.errors import AmpctlError, CheckpointError, UsageError, first_of
+from ampctl.errors import AmpctlError, CheckpointError, UsageError
 from ampctl.recipe.load import load_recipe
+from ampctl.train.verdict import Difference, Noted, advice, no_boundary, words
 from ampctl.train.witness import PARTS
 
 STEPS = 6
 
-_MOST_HIDDEN = 3
-_HASH = re.compile(r"\b[0-9a-f]{16}\b")
-
-Noted = Mapping[str, Any]
 Notify = Callable[[str], None]
 
 
@@ -44,28 +40,14 @@ class RunFailedError(AmpctlError):
         self.exit_code = exit_code
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first thing that differs between two runs.
-
-    ``part`` is "samples" (of step ``step``) or a part of the state after ``step`` steps; ``names``
-    what in it, ``parts`` all parts that differ there. ``restored``: it differs as it is resumed.
-    """
-
-    step: int
-    part: str
-    names: tuple[str, ...]
-    parts: tuple[str, ...]
-    restored: bool
-
-
 def prove(source: str, overrides: Sequence[str], *, steps: int, notify: Notify) -> Facts:
     """Train a recipe straight, and resume it from where it was stopped; return what differs.
 
     It is stopped in the middle, and at an epoch's end if there is one in these steps. ``exact``
-    tells the outcome; ``difference`` the first thing that differs, ``repeatable`` whether two
-    straight runs agree up to there, ``hidden`` attributes that no checkpoint holds and that differ
-    after resuming, ``advice`` what to do. The runs are in a temporary folder, which is removed.
+    tells the outcome; ``epoch_ends`` the steps after which an epoch ended within the run,
+    ``difference`` the first thing that differs, ``repeatable`` whether two straight runs agree up
+    to there, ``hidden`` attributes and globals that no checkpoint holds and that differ after
+    resuming, ``advice`` what to do. The runs are in a temporary folder, which is removed.
     Raises RecipeError, UsageError, and what a run ends with if it fails.
     """
     if member.is_rank():
@@ -78,10 +60,13 @@ def prove(source: str, overrides: Sequence[str], *, steps: int, notify: Notify) 
         "checkpoint.asynchronous=false",
     ]
     changed = [*overrides, *ours]
-    load_recipe(source, changed)
+    limits = load_recipe(source, changed).recipe.train
     heeded = ended_at_once("before it was proved: nothing is left behind")
     with tempfile.TemporaryDirectory(prefix="ampctl-verify-") as place, heeded:
-        return _prove(Path(place), source, changed, steps, notify)
+        facts = _prove(Path(place), source, changed, steps, notify)
+    if facts["exact"] and facts["steps"] == steps and limits.max_epochs != 1:
+        facts["found"] += no_boundary(facts)
+    return facts
 
 
 def require_exact(facts: Facts) -> None:
@@ -97,7 +82,14 @@ def _prove(place: Path, source: str, changed: list[str], steps: int, notify: Not
     if last < 2:
         raise UsageError(f"the run is over after {last} step: it takes two to stop in between")
     stops = _stops(straight, last)
-    facts: Facts = {"steps": last, "stops": stops, "exact": True, "difference": None}
+    facts: Facts = {
+        "steps": last,
+        "stops": stops,
+        "steps_per_epoch": straight["steps_per_epoch"],
+        "epoch_ends": _ends(straight, last),
+        "exact": True,
+        "difference": None,
+    }
     for stop in stops:
         notify(f"resuming after step {stop}")
         checkpoint = place / "straight" / FOLDER / file_name(stop, True)
@@ -123,8 +115,8 @@ def _prove(place: Path, source: str, changed: list[str], steps: int, notify: Not
             "largest": _largest(*runs, shown),
             "hidden": hidden if repeats else {},
             "data": straight["kind"],
-            "found": _words(shown, stop, repeats),
-            "advice": _advice(shown, repeats, hidden, straight, resumed),
+            "found": words(shown, stop, repeats),
+            "advice": advice(shown, repeats, hidden, straight, resumed),
         }
     return {**facts, "found": "the resumed run is the straight one, bit for bit"}
 
@@ -157,9 +149,13 @@ def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str,
 
 def _stops(straight: Noted, last: int) -> list[int]:
     """Return after which steps to stop: in the middle, and at the first epoch's end."""
+    return sorted({last // 2, *_ends(straight, last)[:1]})
+
+
+def _ends(straight: Noted, last: int) -> list[int]:
+    """Return after which steps an epoch ended and another one began."""
     ends = [int(step) for step, (_, batch) in straight["places"].items() if batch == 0]
-    between = [step for step in ends if 0 < step < last]
-    return sorted({last // 2, *between[:1]})
+    return [step for step in ends if 0 < step < last]
 
 
 def _hidden(straight: Noted, resumed: Noted, stop: int) -> dict[str, list[str | None]]:
@@ -183,84 +179,6 @@ def _largest(straight: Path, other: Path, found: Difference) -> dict[str, Any] |
         moved = difference(*(load(path, notify=_unheard, look=True) for path in paths))["moved"]
         return dict(moved[0]) if moved else None
     return None
-
-
-def _words(found: Difference, stop: int, repeats: bool) -> str:
-    what = f"{found.part} ({first_of(found.names, 2)})" if found.names else found.part
-    if not repeats:
-        where = "of step" if found.part == "samples" else "after step"
-        return f"two straight runs differ already: {what} {where} {found.step}"
-    if found.restored:
-        return f"stopped after step {stop}, it comes back with other {what}"
-    where = "of" if found.part == "samples" else "after"
-    return f"stopped after step {stop} and resumed, it has other {what} {where} step {found.step}"
-
-
-def _advice(
-    found: Difference, repeats: bool, hidden: Mapping[str, Any], straight: Noted, resumed: Noted
-) -> list[str]:
-    """Say what is likely at fault and what to do about it."""
-    if not repeats:
-        return [_unrepeatable(found)]
-    said = [_about_hidden(name, *values) for name, values in list(hidden.items())[:_MOST_HIDDEN]]
-    if found.part == "samples":
-        said.append(_about_data(found, straight, resumed))
-    elif found.restored:
-        said.append(
-            f"loading a state_dict() must bring back what it was taken of: look at state_dict and "
-            f"load_state_dict of the {_OWNERS.get(found.part, found.part)}"
-        )
-    else:
-        said.append(
-            "the step began with the same state and samples, so something else steers it: keep "
-            "what the model or the task counts or collects in a buffer (register_buffer) of the "
-            "model, or in its get_extra_state and set_extra_state"
-        )
-    return said
-
-
-def _about_hidden(name: str, ours: str, theirs: str | None) -> str:
-    is_plain = theirs is not None and not _HASH.search(ours + theirs)
-    values = f"it was {ours} and is {theirs} after resuming" if is_plain else "it is another one"
-    return f"no checkpoint holds {name}: {values}"
-
-
-_OWNERS = {"weights": "model", "buffers": "model", "random numbers": "training", "ema": "model"}
-
-
-def _unrepeatable(found: Difference) -> str:
-    if found.part == "samples":
-        return (
-            "the data set draws from a generator that nobody seeds, or reads in no fixed order "
-            "(a set, a folder, the time): use random, numpy.random and torch's own generator, "
-            "which ampctl seeds for each sample, or one of its own with a fixed seed"
-        )
-    return (
-        "the samples are the same: set train.deterministic=true for operations that add up in any "
-        "order, and draw from generators that are seeded (random, numpy.random, torch)"
-    )
-
-
-def _about_data(found: Difference, straight: Noted, resumed: Noted) -> str:
-    read = resumed["samples"].get(f"{found.step}")
-    earlier = [step for step, samples in straight["samples"].items() if samples == read]
-    began = f"it reads those of step {earlier[0]} again: " if read and earlier else ""
-    if straight["kind"] == "by index":
-        return (
-            f"{began}a sample must follow from its index: draw from random, numpy.random or "
-            "torch's own generator, which ampctl seeds for each sample, and not from one that the "
-            "data set keeps, and keep no counters in it"
-        )
-    if straight["kind"] == "by its state_dict":
-        return (
-            f"{began}state_dict() must say where the iterator stands, its own generators too, and "
-            "the next __iter__ after load_state_dict() must go on there"
-        )
-    return (
-        f"{began}an iterable data set without a state_dict is read from its beginning, so "
-        "__iter__ must give the same again in a new process: seed what it draws from by a fixed "
-        "number, or give it state_dict() and load_state_dict()"
-    )
 
 
 def _run(place: Path, name: str, **what: Any) -> Noted:

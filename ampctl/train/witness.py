@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from ampctl.build import Job
 from ampctl.data.loader import TrainData, Window, unwrapped
 from ampctl.data.stream import StreamData
 from ampctl.errors import AmpctlError
+from ampctl.optim import is_torchs_own
 from ampctl.recipe.load import load_recipe
+from ampctl.recipe.target import is_users_own_file
+from ampctl.tasks import as_written
 from ampctl.train import worker
 
 PARTS = (
@@ -43,7 +47,13 @@ _DEEPEST = 20
 _LARGEST = 10_000
 _ATOMS = (type(None), bool, int, float, str, bytes)
 _OF_A_MODULE = frozenset(vars(nn.Module()))
-_OF_AN_OPTIMIZER = frozenset({"defaults", "state", "param_groups"})
+# What torch.optim keeps for itself, and makes anew: it steers no step.
+_OF_AN_OPTIMIZER = frozenset(
+    {"defaults", "state", "param_groups", "_need_device_dtype_check_for_fused", "_opt_called"}
+)
+_OF_A_SCHEDULER = frozenset(
+    {"_get_lr_called_within_step", "_is_initial", "_last_lr", "_step_count"}
+)
 
 Digests = dict[str, str]
 
@@ -79,7 +89,8 @@ class Witness:
     """Training data that notes, whenever a step is asked for, where the run stands.
 
     ``found`` has, by step: ``states`` after so many steps, ``samples`` of the step, ``hidden``
-    values that no checkpoint holds, and ``places`` (epoch, steps in it).
+    values that no checkpoint holds, and ``places`` (epoch, steps in it); and ``steps_per_epoch``,
+    as far as known.
     """
 
     def __init__(self, job: Job, found: dict[str, Any]) -> None:
@@ -89,6 +100,7 @@ class Witness:
         self._found = found
         found |= {"states": {}, "samples": {}, "hidden": {}, "places": {}}
         found["kind"] = _kind(job.train_data)
+        found["steps_per_epoch"] = job.train_data.steps_per_epoch
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -149,8 +161,14 @@ class Witness:
             for own in module._non_persistent_buffers_set:
                 _take(module._buffers[own], f"{where}.{own} (persistent=False)", found, 0, _LARGEST)
         for updater in state.updaters:
-            found |= _attributes("optimizer", updater.optimizer, _OF_AN_OPTIMIZER)
-        found |= _attributes("task", state.task, frozenset())
+            suffix = f".{updater.name}" if updater.name else ""
+            if not is_torchs_own(updater.optimizer):
+                found |= _attributes(f"optimizer{suffix}", updater.optimizer, _OF_AN_OPTIMIZER)
+            schedule = updater.learning_rate.source
+            found |= _attributes(f"scheduler{suffix}", schedule, _OF_A_SCHEDULER)
+            for i, inner in enumerate(getattr(schedule, "_schedulers", ())):  # SequentialLR's
+                found |= _attributes(f"scheduler{suffix}._schedulers.{i}", inner, _OF_A_SCHEDULER)
+        found |= _attributes("task", as_written(state.task), frozenset())
         dataset: Any = getattr(self._data, "dataset", None)
         where = "data.train"
         for _ in range(_DEEPEST):  # a Subset and the like hold another one
@@ -158,7 +176,7 @@ class Witness:
                 break
             found |= _attributes(where, dataset, frozenset({"dataset"}))
             dataset, where = getattr(dataset, "dataset", None), f"{where}.dataset"
-        return found
+        return found | _globals()
 
 
 def digests(value: Any, name: str = "") -> Digests:
@@ -239,6 +257,32 @@ def _attributes(where: str, thing: Any, known: frozenset[str]) -> Digests:
         if name not in known and not isinstance(value, nn.Module):
             _take(value, f"{where}.{name}", found, 0, _LARGEST)
     return found
+
+
+def _globals() -> Digests:
+    """Return digests of the globals of the user's own modules, and of what their classes share."""
+    found: Digests = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or not _is_users_own(file):
+            continue
+        for key, value in _not_dunder(vars(module)):
+            where = f"global {name}.{key}"
+            if isinstance(value, type) and value.__module__ == name:
+                for own, shared in _not_dunder(vars(value)):
+                    _take(shared, f"{where}.{own}", found, 0, _LARGEST)
+            elif not isinstance(value, nn.Module):
+                _take(value, where, found, 0, _LARGEST)
+    return found
+
+
+def _not_dunder(names: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [each for each in names.items() if not each[0].startswith("__")]
+
+
+@cache
+def _is_users_own(file: str) -> bool:
+    return is_users_own_file(Path(file))
 
 
 def _kind(data: TrainData) -> str:
