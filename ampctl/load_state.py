@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctl.errors import CheckpointError, first_of
-from ampctl.optim import KERNEL_CHOICES, state_names
+from ampctl.optim import KERNEL_CHOICES, needs_closure, state_names
 from ampctl.saved import fitting_state, require_groups
 
 _SHOWN = 8
@@ -108,18 +108,17 @@ def load_optimizer(
     ``notify`` is told what of the state it has no use for.
     """
     own_groups = optimizer.state_dict()["param_groups"]
-    own = [tuple(group.get("param_names", ())) for group in own_groups]
-    saved = [tuple(group.get("param_names", ())) for group in state["param_groups"]]
-    counts_differ = [len(g["params"]) for g in own_groups] != [
-        len(g["params"]) for g in state["param_groups"]
-    ]
-    if own != saved or counts_differ:
-        raise MisfitError(
-            key,
-            _group_difference(own, saved),
-            fits=_how_many_stay(own, saved),
-            keys=("optimizer", "model"),
+    ordered = in_present_order(state, optimizer)
+    if ordered is not state:
+        state = ordered
+        notify(
+            f"{key}: the model has its parameters in another order than when it was saved; what "
+            "the optimizer holds is given to each by its name"
         )
+    own, saved = _names(own_groups), _names(state["param_groups"])
+    if own != saved or _counts(own_groups) != _counts(state["param_groups"]):
+        lines, fits = _group_difference(optimizer, own_groups, state["param_groups"])
+        raise MisfitError(key, lines, fits=fits, keys=("optimizer", "model"))
     require_groups(state["param_groups"], own_groups)
     useless = _state_difference(optimizer, state, key)
     if useless:
@@ -170,22 +169,60 @@ def _put_back_dtypes(
                 optimizer.state[parameter][key] = saved.to(loaded.device)
 
 
-def _group_difference(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> list[str]:
+def in_present_order(
+    state: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> Mapping[str, Any]:
+    """Return an optimizer's saved state with the parameters of each group in their order now.
+
+    It is the same object where they are, where the groups hold others or have no names, and where
+    the state is one for all parameters together (LBFGS's).
+    """
+    own, saved = _names(optimizer.param_groups), _names(state["param_groups"])
+    is_other_order = own != saved and list(map(sorted, own)) == list(map(sorted, saved))
+    if not is_other_order or needs_closure(optimizer):
+        return state
+    groups = []
+    for group, names in zip(state["param_groups"], own, strict=True):
+        index = dict(zip(group["param_names"], group["params"], strict=True))
+        params = [index[name] for name in names]
+        groups.append({**group, "params": params, "param_names": list(names)})
+    return {**state, "param_groups": groups}
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    return [tuple(group.get("param_names", ())) for group in groups]
+
+
+def _counts(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def _group_difference(
+    optimizer: torch.optim.Optimizer,
+    own_groups: Sequence[Mapping[str, Any]],
+    saved_groups: Sequence[Mapping[str, Any]],
+) -> tuple[list[str], str]:
+    """Say what differs between groups of parameters, and how much does not."""
+    own, saved = _names(own_groups), _names(saved_groups)
     place = {name: f"group {i}" for i, names in enumerate(own) for name in names}
     saved_place = {name: f"group {i}" for i, names in enumerate(saved) for name in names}
+    if not place or not saved_place:
+        was, now = (" + ".join(map(str, _counts(each))) for each in (saved_groups, own_groups))
+        return [f"{was} parameters in the checkpoint, {now} now, not told apart by names"], ""
     lines = [
         f"{name}: {saved_place.get(name, 'nowhere')} in the checkpoint, "
         f"{place.get(name, 'nowhere (frozen or gone)')} now"
         for name in sorted(place.keys() | saved_place.keys())
         if place.get(name) != saved_place.get(name)
     ]
-    return lines or [f"{len(saved)} parameter groups in the checkpoint, {len(own)} now"]
-
-
-def _how_many_stay(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> str:
-    stay = [set(mine) & set(theirs) for mine, theirs in zip(own, saved, strict=False)]
-    every = {name for names in (*own, *saved) for name in names}
-    return f"{sum(map(len, stay))} of {len(every)} parameters are where they were"
+    stay = f"{len(place.keys() | saved_place.keys()) - len(lines)} of {len(place | saved_place)}"
+    if lines:
+        return lines, f"{stay} parameters are where they were"
+    if len(own) != len(saved):
+        return [f"{len(saved)} parameter groups in the checkpoint, {len(own)} now"], ""
+    kind = type(optimizer).__name__
+    line = f"the same parameters in another order, and what {kind} holds is of all of them together"
+    return [line], ""
 
 
 def _state_difference(

@@ -100,6 +100,16 @@ class Freezable(Net):
             self.head.half()
 
 
+class OtherOrder(Net):
+    """The same network; its first layer is registered last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = self.first
+        del self.first
+        self.first = first
+
+
 class Poisons(Net):
     """Writes a NaN into a buffer in its fourth training pass; outputs and gradients stay finite.
 

@@ -18,7 +18,7 @@ from ampctl.checkpoint.index import Entry
 from ampctl.checkpoint.store import Loaded, load
 from ampctl.environment import collect
 from ampctl.errors import CheckpointError, RecipeError, first_of
-from ampctl.load_state import MisfitError
+from ampctl.load_state import MisfitError, in_present_order
 from ampctl.optim import make_skippable
 from ampctl.recipe import current_folder, trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
@@ -223,6 +223,7 @@ def _like(job: Job, payload: dict[str, Any]) -> dict[str, Tensor]:
         saved, key = payload["optimizer"], "optimizer"
         if updater.name:
             saved, key = saved[updater.name], f"{key}.{updater.name}"
+        saved = in_present_order(saved, updater.optimizer)
         indices = [index for group in saved["param_groups"] for index in group["params"]]
         for index, parameter in zip(indices, updater.parameters, strict=False):  # refused later
             for name in saved["state"].get(index, {}):
