@@ -5,9 +5,7 @@ What of them a model takes is settled here, by name; where they are read from is
 
 from __future__ import annotations
 
-import glob
-import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ampctl.errors import CheckpointError, first_of, printable
-from ampctl.load_state import listing, misfits, rounding
+from ampctl.load_state import allowances, listing, misfits, rounding
 from ampctl.plain import nonfinite
 from ampctl.saved import place
 
 PREFIXES = ("module.", "_orig_mod.", "model.")
 """What DDP, torch.compile and Lightning put before all names of the model that they wrap."""
-
-_MOST_GLOBS = 4
 
 
 @dataclass(frozen=True)
@@ -85,34 +81,8 @@ class FirstWeights:
         model.load_state_dict({**own, **taken}, strict=True)
 
 
-def allowances(own: Collection[str], saved: Collection[str], wrong: Collection[str]) -> str:
-    """Return the options that let a model take of saved weights what fits; "" if nothing does.
-
-    ``own`` and ``saved`` are the names of all weights, ``wrong`` of those that do not fit. What
-    fits is taken even if a glob names it, so that one for all will do where many were needed.
-    """
-    fitting = {*own} & {*saved} - {*wrong}
-    if not fitting:
-        return ""
-    every = {*own, *saved}
-    globs = list(dict.fromkeys(_glob(name, every - {*wrong}) for name in sorted(wrong)))
-    if len(globs) > _MOST_GLOBS or any(not each.isprintable() for each in globs):
-        globs = ["*"]
-    return " ".join(f"--allow-missing {shlex.quote(each)}" for each in globs)
-
-
 def _lines(wrong: Mapping[str, str], names: Iterable[str]) -> list[str]:
     return [f"{printable(name)}: {wrong[name]}" for name in sorted(names)]
-
-
-def _glob(name: str, fine: Collection[str]) -> str:
-    """Return a glob for the outermost module that a weight is in and no fine one, or its name."""
-    parts = name.split(".")
-    for count in range(1, len(parts)):
-        start = ".".join(parts[:count]) + "."
-        if not any(other.startswith(start) for other in fine):
-            return f"{glob.escape(start)}*"
-    return glob.escape(name)
 
 
 def _wrong(own: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import glob
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from ampctl.optim import KERNEL_CHOICES, needs_closure, state_names
 from ampctl.saved import fitting_state, require_groups
 
 _SHOWN = 8
+_MOST_GLOBS = 4
 
 Notify = Callable[[str], None]
 
@@ -20,13 +23,21 @@ Notify = Callable[[str], None]
 class MisfitError(CheckpointError):
     """A part of a checkpoint that does not fit what was built: what of it does, and what does not.
 
-    ``keys`` are those of the recipe that the part hangs on.
+    ``keys`` are those of the recipe that the part hangs on. ``allowances`` are the options with
+    which a new run starts from its weights; None: none of them fits.
     """
 
     def __init__(
-        self, part: str, lines: Sequence[str], *, fits: str = "", keys: Sequence[str] = ()
+        self,
+        part: str,
+        lines: Sequence[str],
+        *,
+        fits: str = "",
+        keys: Sequence[str] = (),
+        allowances: str | None = "",
     ) -> None:
         self.keys = keys
+        self.allowances = allowances
         told = f"{listing(lines)}\n  {fits}" if fits else listing(lines)
         super().__init__(f"the checkpoint does not fit the recipe: {part}\n{told}")
 
@@ -44,6 +55,32 @@ def misfits(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]:
     return lines
 
 
+def allowances(own: Collection[str], saved: Collection[str], wrong: Collection[str]) -> str:
+    """Return the options that let a model take of saved weights what fits; "" if nothing does.
+
+    ``own`` and ``saved`` are the names of all weights, ``wrong`` of those that do not fit. What
+    fits is taken even if a glob names it, so that one for all will do where many were needed.
+    """
+    fitting = {*own} & {*saved} - {*wrong}
+    if not fitting:
+        return ""
+    every = {*own, *saved}
+    globs = list(dict.fromkeys(_glob(name, every - {*wrong}) for name in sorted(wrong)))
+    if len(globs) > _MOST_GLOBS or any(not each.isprintable() for each in globs):
+        globs = ["*"]
+    return " ".join(f"--allow-missing {shlex.quote(each)}" for each in globs)
+
+
+def _glob(name: str, fine: Collection[str]) -> str:
+    """Return a glob for the outermost module that a weight is in and no fine one, or its name."""
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        start = ".".join(parts[:count]) + "."
+        if not any(other.startswith(start) for other in fine):
+            return f"{glob.escape(start)}*"
+    return glob.escape(name)
+
+
 def require_fit(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Raise MisfitError that lists by name what of saved weights does not fit."""
     own = model.state_dict()
@@ -55,6 +92,7 @@ def require_fit(model: nn.Module, state: Mapping[str, Any]) -> None:
             [f"{name}: {why}" for name, why in sorted(lines.items(), key=str)],
             fits=f"{len(every) - len(lines)} of {len(every)} tensors fit",
             keys=("model",),
+            allowances=allowances(own, state, lines) or None,
         )
 
 

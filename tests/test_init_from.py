@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from test_export import Tied
 from test_export import run as export
 from test_resume_exact import RECIPE, last, train
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from ampctl.cli import app
@@ -79,6 +79,85 @@ def test_a_run_starts_from_the_averaged_weights_of_another(source: str) -> None:
     ours = last(Path("b"))
     assert ours["progress"]["step"] == 1
     assert read_metrics("b/metrics.jsonl")[0]["event"] == "start"
+
+
+class Renamed(Net):
+    """With another name for its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.head = self.head, nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(super().forward(x))
+
+
+class Deeper(Net):
+    """With one layer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.more(x))
+
+
+DEEPER = "model={_target_: test_init_from.Deeper}"
+
+
+def paste(message: str) -> str:
+    """Run the commands that an error names; return what the last one says."""
+    said = ""
+    for line in message.splitlines():
+        if line.startswith("    ampctl "):
+            words, _, file = line.partition(" > ")
+            said = ampctl(*shlex.split(words)[1:]).stdout
+            if file:
+                Path(*shlex.split(file)).write_text(said)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "options", "told"),
+    [
+        ("run", "model.width=32", "--allow-missing '*'", "2 of 9 taken; as"),
+        ("file", DEEPER, "--allow-missing 'more.*'", "9 of 11 taken; as"),
+        ("auto", DEEPER, "--allow-missing 'more.*'", "9 of 11 taken; as"),
+        (
+            "run",
+            "model={_target_: test_init_from.Renamed}",
+            "--allow-missing 'head.*' --allow-missing 'last.*'",
+            "7 of 9 taken; as the model builds them: last.bias, last.weight; "
+            "in the file and left out: head.bias, head.weight",
+        ),
+        ("run", "optimizer={_target_: torch.optim.Adam, amsgrad: true}", "", "9 of 9 taken"),
+    ],
+)
+def test_the_commands_that_a_misfit_names_start_a_run(
+    place: str, change: str, options: str, told: str
+) -> None:
+    train("a b", "train.max_epochs=1", "train.ema_decay=null")
+    change, more = shlex.quote(change), "train.max_steps=1"
+    if place == "auto":
+        flags = ("--run-dir", "a b", "--resume", "auto")
+        message = ampctl("train", "recipe.yaml", *shlex.split(change), more, *flags, code=4).stderr
+        recipe = "recipe.yaml"
+    else:
+        source = "a b" if place == "run" else "only.pt"
+        Path("only.pt").write_bytes(Path("a b/checkpoints/latest.pt").read_bytes())
+        message = ampctl("resume", source, *shlex.split(change), more, code=4).stderr
+        recipe = "'a b/recipe.yaml'" if place == "run" else "only.yaml"
+    assert f"    ampctl train {recipe} {change} {more} --init-from " in message
+    assert message.endswith(f"{options}\n")
+    assert told in paste(message)
+
+
+def test_no_command_is_named_where_no_weight_fits() -> None:
+    train("a", "train.max_epochs=1")
+    other = "model={_target_: torch.nn.Linear, in_features: 8, out_features: 4}"
+    message = ampctl("resume", "a", other, code=4).stderr
+    assert message.endswith("or start a new run: none of its weights fits\n")
 
 
 WIDER = "model={_target_: test_init_from.Wider}"

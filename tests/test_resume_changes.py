@@ -128,6 +128,7 @@ def refusal(step: int, *overrides: str) -> str:
 
 def test_another_model_is_told_tensor_by_tensor_with_the_key_that_changed() -> None:
     train()
+    a = Path("a").resolve()
     told = refusal(4, "model.width=32", "log.every_steps=2")
     assert told.splitlines() == [
         "the checkpoint does not fit the recipe: model",
@@ -140,8 +141,9 @@ def test_another_model_is_told_tensor_by_tensor_with_the_key_that_changed() -> N
         ),
         "  2 of 9 tensors fit",
         "changed since it was saved: model.width unset -> 32",
-        "Go on with what it was saved with, or start a new run from its weights:",
-        f"    ampctl train RECIPE --init-from {Path('a/checkpoints/step-00000004.pt').resolve()}",
+        "Go on with what it was saved with, or start a new run from its weights that fit:",
+        f"    ampctl train {a / 'recipe.yaml'} model.width=32 log.every_steps=2 --init-from "
+        f"{a / 'checkpoints/step-00000004.pt'} --allow-missing '*'",
     ]
 
 

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ class LoadedRecipe:
     ``text`` is YAML with every key and value, defaults too; ``load_recipe`` of a file that holds
     it and ``parse_recipe`` both give an equal ``Recipe``. ``digest`` is its SHA-256 in hex.
     ``origins`` maps the dotted key of every leaf to ``recipe.yaml:12``, ``command line`` or
-    ``default``; ``explicit`` holds the keys that a file or the command line set.
+    ``default``; ``explicit`` holds the keys that a file or the command line set. ``source`` and
+    ``overrides`` are the words that named it; there is no source of one out of a checkpoint.
     """
 
     recipe: Recipe
@@ -51,6 +52,8 @@ class LoadedRecipe:
     digest: str
     origins: Mapping[str, str]
     explicit: frozenset[str]
+    source: str = field(default="", compare=False)
+    overrides: tuple[str, ...] = field(default=(), compare=False)
 
     def place(self, key: str) -> str:
         """Return where a key stands; of a mapping or a list, where its first leaf does."""
@@ -73,7 +76,8 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedReci
     except RecipeError as error:
         raise RecipeError([*problems, *error.problems]) from None
     tree = apply_overrides(tree, overrides, problems)
-    return _finish(interpolate(tree, default_values(), problems), shown, problems)
+    loaded = _finish(interpolate(tree, default_values(), problems), shown, problems)
+    return replace(loaded, source=f"{source}", overrides=tuple(overrides))
 
 
 def parse_recipe(text: str, *, where: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -86,7 +90,8 @@ def parse_recipe(text: str, *, where: str, overrides: Sequence[str] = ()) -> Loa
     tree = transform(_mapping_at_top(parse_yaml(text, where, problems), where), _unescaped)
     for override in overrides:
         _refuse_interpolation(override, problems)
-    return _finish(apply_overrides(tree, overrides, problems), where, problems)
+    loaded = _finish(apply_overrides(tree, overrides, problems), where, problems)
+    return replace(loaded, overrides=tuple(overrides))
 
 
 def place(origins: Mapping[str, str], key: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ampctl.recipe import current_folder, trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.schema import Block, Recipe, by_name
 from ampctl.train.across_ranks import nonfinite_names
+from ampctl.train.folder import RECIPE
 
 _NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
@@ -110,7 +112,9 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
     names = [updater.name for updater in job.state.updaters]
     with (
         as_damage(origin.path),
-        misfits_explained(origin.path, payload, origin.saved_recipe, job.loaded),
+        misfits_explained(
+            origin.path, payload, origin.saved_recipe, job.loaded, job.state.ranks.option
+        ),
     ):
         own = _like(job, payload)
         parts.fill(payload, origin.path, own.get if own else None)
@@ -164,11 +168,18 @@ def _forget_what_changed(job: Job, saved: Recipe, notify: Callable[[str], None])
 
 @contextmanager
 def misfits_explained(
-    path: Path, payload: Mapping[str, Any], saved: LoadedRecipe, loaded: LoadedRecipe
+    path: Path,
+    payload: Mapping[str, Any],
+    saved: LoadedRecipe,
+    loaded: LoadedRecipe,
+    ranks: str = "",
 ) -> Iterator[None]:
-    """Add to a misfit what has changed since the checkpoint was saved, and what can be done."""
+    """Add to a misfit what has changed since the checkpoint was saved, and what can be done.
+
+    ``ranks``: the option that starts as many processes.
+    """
     # Before it is loaded, which may empty the payload.
-    was = payload["environment"]
+    was, text = payload["environment"], payload["recipe"]
     try:
         yield
     except MisfitError as error:
@@ -177,11 +188,35 @@ def misfits_explained(
             keys = " and ".join(error.keys)
             code = ", ".join(_other_versions(was)) or "no version either, so the code behind it"
             changes = [f"nothing under {keys} in the recipe; {code}"]
+        way_on = "Go on with what it was saved with, or start a new run"
+        if error.allowances is not None:
+            some = " that fit" if error.allowances else ""
+            commands = _start_anew(path, text, loaded, f"{ranks} {error.allowances}".rstrip())
+            way_on += f" from its weights{some}:\n    " + "\n    ".join(commands)
+        else:
+            way_on += ": none of its weights fits"
+        changed = ", ".join(changes)
         raise CheckpointError(
-            f"{error}\nchanged since it was saved: {', '.join(changes)}\n"
-            "Go on with what it was saved with, or start a new run from its weights:\n"
-            f"    ampctl train RECIPE --init-from {path}"
+            f"{error}\nchanged since it was saved: {changed}\n{way_on}"
         ) from error
+
+
+def _start_anew(path: Path, text: str, loaded: LoadedRecipe, options: str) -> list[str]:
+    """Return the commands that train a recipe anew, from the weights of a checkpoint.
+
+    The recipe is the file that the user has named, or that of the run if it is the one that was
+    saved in the checkpoint, or is written to a file first.
+    """
+    commands, recipe = [], loaded.source
+    if not recipe:
+        of_run = path.parent.parent / RECIPE
+        with suppress(OSError, UnicodeError):
+            recipe = f"{of_run}" if of_run.read_text(encoding="utf-8") == text else ""
+    if not recipe:
+        recipe = f"{path.stem}.yaml"
+        commands.append(f"ampctl inspect {shlex.quote(f'{path}')} --recipe > {shlex.quote(recipe)}")
+    words = shlex.join(["ampctl", "train", recipe, *loaded.overrides, "--init-from", f"{path}"])
+    return [*commands, f"{words}{options}"]
 
 
 def _changes_under(keys: Sequence[str], saved: LoadedRecipe, loaded: LoadedRecipe) -> list[str]:
