@@ -197,7 +197,8 @@ def test_missing_folder_and_special_files_are_named(path):
         (b"", "it is empty"),
         (b"\0" * 5000, "it is not a checkpoint file"),
         (b"name: digits\nseed: 0\n" * 40, "it is not a checkpoint file"),
-        (b"PK", "it is damaged"),
+        (b"PK", "it is damaged: it is cut off, or something was added at its end"),
+        (b"\x02\0\0\0\0\0\0\0{}", "it is a safetensors file (weights alone)"),
         (pickle.dumps({"model": 1}), "it is not a checkpoint file"),
     ],
 )
@@ -226,7 +227,7 @@ def test_what_another_tool_or_version_wrote_is_named(path, content, said):
 
 def test_legacy_format_and_torchscript_are_refused(path):
     torch.save(payload(), path, _use_new_zipfile_serialization=False)
-    assert "it is not a checkpoint file" in refusal(path)
+    assert "the format that torch.save had before 1.6" in refusal(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/b.txt", "hello")
     assert "it is damaged" in refusal(path)

@@ -151,7 +151,7 @@ def test_ck1_a_damaged_newest_file_is_passed_over_loudly(tmp_path, share):
     assert load(tmp_path, notify=said.append).payload["progress"]["step"] == 200
     assert len(said) == 1
     assert said[0].startswith("checkpoint step-00000300.pt cannot be used (it is damaged")
-    assert said[0].endswith("going on from step-00000200.pt")
+    assert said[0].endswith("; step-00000200.pt is taken instead")
     with pytest.raises(CheckpointError, match="cannot be used: it is damaged"):
         load(folder / "latest.pt", notify=silent)
 

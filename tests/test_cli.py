@@ -435,7 +435,7 @@ def test_requeued_past_a_damaged_file_keeps_the_one_it_goes_on_from(run_dir: Pat
     result = ampctl(*line)
     assert result.stderr.count("\n") == 1
     assert f"checkpoint {newest.name} cannot be used (it is damaged" in result.stderr
-    assert result.stderr.endswith("going on from step-00000003.pt\n")
+    assert result.stderr.endswith("; step-00000003.pt is taken instead\n")
     aside = f"abandoned-{newest.name}"
     assert f"{newest.name} is put aside as {aside}; remove it when you like" in result.stdout
     assert (run_dir / "checkpoints" / aside).stat().st_size == 1000

@@ -21,6 +21,9 @@ from torch import Tensor
 DEEPEST = 100
 """How deep the content of a checkpoint may nest."""
 
+WRONG_END = "it is cut off, or something was added at its end"
+"""An archive is known by its end, so that the two look alike."""
+
 _PICKLE = "data.pkl"
 _END, _LOCATOR, _END_64 = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
 _END_SIZE, _LOCATOR_SIZE, _END_64_SIZE = 22, 20, 56
@@ -151,7 +154,7 @@ def _require_one_reading(file: IO[bytes], comment: int) -> int:
         or not tail.startswith(_END)
         or tail[-2:] != struct.pack("<H", comment)
     ):
-        raise ForgedError("its end is missing")
+        raise ForgedError(WRONG_END)
     disk, disk_start, here, count, length, start = struct.unpack("<4H2L", tail[4:-2])
     locator = _at(file, end - _LOCATOR_SIZE, _LOCATOR_SIZE)
     if locator.startswith(_LOCATOR):

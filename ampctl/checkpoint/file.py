@@ -50,6 +50,7 @@ REQUIRED_KEYS = tuple(_TYPES)
 _SEAL = b"ampctl sha256 "
 _SEAL_SIZE = len(_SEAL) + 64
 _ZIP_HEAD = b"PK\x03\x04"
+_BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF"  # a pickled number
 _ZIP_END = b"PK\x05\x06"
 _ZIP_END_SIZE = 22
 
@@ -251,12 +252,18 @@ def _check_bytes(path: Path, file: BinaryIO, digests: Collection[str] | None) ->
             raise damaged(path, "its SHA-256 is not the one that it ends with")
         return True
     file.seek(0)
-    head = file.read(len(_ZIP_HEAD))
-    if not _ZIP_HEAD.startswith(head):
-        raise UnusableCheckpointError(path, "it is not a checkpoint file", NAME_ANOTHER)
+    head = file.read(9)
+    if foreign.is_safetensors(path, head, size):
+        reason = "it is a safetensors file (weights alone), of which no run can go on"
+        raise ForeignFileError(path, reason, foreign.start_from(path))
+    if head.startswith(_BEFORE_ZIP):
+        reason = "it has the format that torch.save had before 1.6, which cannot be examined"
+        raise UnusableCheckpointError(path, reason, "load it and save it anew")
+    if not _ZIP_HEAD.startswith(head[: len(_ZIP_HEAD)]):
+        raise ForeignFileError(path, "it is not a checkpoint file", NAME_ANOTHER)
     end = tail[-_ZIP_END_SIZE:]
     if not end.startswith(_ZIP_END) or not end.endswith(b"\0\0"):
-        raise damaged(path, "its end is missing")
+        raise damaged(path, archive.WRONG_END)
     return False
 
 

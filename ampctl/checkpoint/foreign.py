@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from ampctl.errors import as_argument
 
 SAFETENSORS = ".safetensors"
 
@@ -21,6 +22,8 @@ def is_safetensors(path: Path, head: bytes, size: int) -> bool:
     It begins with the length of a JSON header; see https://huggingface.co/docs/safetensors.
     """
     length = int.from_bytes(head[:8], "little")
+    if head.startswith(b"PK"):  # of torch.save, whatever its name
+        return False
     return path.suffix == SAFETENSORS or (head[8:9] == b"{" and length <= size - 8)
 
 
@@ -46,7 +49,7 @@ def describe(content: Any) -> str:
 
 def start_from(path: Path) -> str:
     """Say what can be done with a file of weights."""
-    return f"`ampctl train RECIPE --init-from {shlex.quote(f'{path}')}` starts a new run from it"
+    return f"`ampctl train RECIPE --init-from {as_argument(path)}` starts a new run from it"
 
 
 def _is_state_dict(content: Any) -> bool:

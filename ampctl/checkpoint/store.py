@@ -34,9 +34,10 @@ from ampctl.checkpoint.index import (
     write_index,
 )
 from ampctl.checkpoint.links import BEST, LATEST, SUFFIXES, point, removed
+from ampctl.checkpoint.no_run import nothing_saved
 from ampctl.checkpoint.retention import newest, ranked, retained
 from ampctl.distributed.ranks import Writers
-from ampctl.errors import CheckpointError, MachineError, as_argument, first_of
+from ampctl.errors import CheckpointError, MachineError, first_of
 from ampctl.monitor import Mode
 from ampctl.plain import nonfinite
 
@@ -300,11 +301,7 @@ def _load_at_last(source: Path, notify: Notify, *, in_parts: bool, look: bool) -
 def _load_newest(run_dir: Path, notify: Notify, look: bool) -> Loaded:
     entries = read_index(run_dir, notify)
     if not entries:
-        raise NoCheckpointError(
-            f"{run_dir} holds no checkpoint: name a run folder in which `ampctl train` has saved "
-            f"one ({FOLDER}/step-*.pt). A run that ended before its first save starts anew with "
-            f"`ampctl train RECIPE --run-dir {as_argument(run_dir)} --resume auto`."
-        )
+        raise NoCheckpointError(nothing_saved(run_dir))
     failed = [(name, "someone has removed it") for name in removed(run_dir / FOLDER)]
     for entry in reversed(entries):
         if not entry.finite:
@@ -316,7 +313,7 @@ def _load_newest(run_dir: Path, notify: Notify, look: bool) -> Loaded:
             failed.append((entry.file, error.reason))
             continue
         for name, reason in failed:
-            notify(f"checkpoint {name} cannot be used ({reason}); going on from {entry.file}")
+            notify(f"checkpoint {name} cannot be used ({reason}); {entry.file} is taken instead")
         return Loaded(path, payload, run_dir, entry, tuple(name for name, _ in failed))
     tried = [f"  {name}: {reason}" for name, reason in failed]
     tried += [f"  {e.file}: it holds non-finite tensors" for e in entries if not e.finite]

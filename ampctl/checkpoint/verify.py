@@ -32,6 +32,7 @@ from ampctl.checkpoint.index import (
     step_files,
 )
 from ampctl.checkpoint.links import BEST, LATEST, SUFFIXES
+from ampctl.checkpoint.no_run import nothing_saved
 from ampctl.checkpoint.retention import ranked
 from ampctl.checkpoint.store import NoCheckpointError
 from ampctl.errors import CheckpointError, RecipeError, first_of, printable
@@ -131,10 +132,7 @@ def _run(source: Path, folder: Path, shown: Shown) -> Facts:
         if tries_left and content(folder) != before and (facts is None or facts["problems"]):
             continue
         if facts is None:
-            raise NoCheckpointError(
-                f"{source} holds no checkpoint: name a checkpoint, or a run folder in which "
-                f"`ampctl train` has saved one ({FOLDER}/step-*.pt)"
-            )
+            raise NoCheckpointError(nothing_saved(folder.parent))
         return facts
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ampctl.build import Job, build_job
+from ampctl.checkpoint.archive import WRONG_END
 from ampctl.checkpoint.contents import is_whole, word
 from ampctl.checkpoint.export import chosen_weights
 from ampctl.checkpoint.file import ForeignFileError, UnusableCheckpointError, open_regular
@@ -50,7 +51,7 @@ class InitFrom:
         be read, UsageError if safetensors is missing.
         """
         prefixes: Sequence[str] = PREFIXES
-        if not self.source.is_dir() and _is_safetensors(self.source):
+        if not os.path.isdir(self.source) and _is_safetensors(self.source):
             told, tensors = "", _tensors(self.source)
         else:
             try:
@@ -115,7 +116,7 @@ def _tensors(path: Path) -> dict[str, Any]:
         if size < 8 or int.from_bytes(head, "little") > size - 8:
             reason = "it is cut off, or no safetensors file" if size else "it is empty"
         elif re.search("not fully covered|IncompleteBuffer", f"{error}"):
-            reason = "it is damaged: it is cut off, or something was added at its end"
+            reason = f"it is damaged: {WRONG_END}"
         else:
             reason = "it is damaged, or no safetensors file: its header cannot be read"
         raise UnusableCheckpointError(path, reason, "bring back an intact copy") from error
