@@ -119,6 +119,11 @@ def snapshot(
     return copied
 
 
+def require_plain(value: Any, path: str = "") -> None:
+    """Raise CheckpointError for what `snapshot` cannot copy, without a copy of what it can."""
+    _copy(value, path, _Copies({}, {}, lambda _, tensor: tensor))
+
+
 def nonfinite(value: Any, path: str = "", *, by_design: Collection[str] = ()) -> list[str]:
     """Name the floating tensors of a nest that hold a NaN or an infinity, in their order.
 

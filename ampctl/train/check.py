@@ -27,6 +27,7 @@ from ampctl.track.console import Console
 from ampctl.train import words
 from ampctl.train.evaluate import evaluate
 from ampctl.train.init_from import build
+from ampctl.train.savable import refuse_unsavable
 from ampctl.updater import Updater
 
 Facts = dict[str, Any]
@@ -44,12 +45,14 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
     job = build(rehearsed)
     state = job.state
     try:
+        refuse_unsavable(job, begun=False)
         first = next(iter(job.train_data.windows(0, 0)), None)
         if first is None:
             raise UsageError("data.train: the iterable data set gave no step")
         window, samples = first
         findings = preflight(job, window, target)
         report = _first_step(job, window)
+        refuse_unsavable(job, begun=True)
         if job.eval_data is not None:
             _check_monitors(job, _first_evaluation(job, job.eval_data))
     finally:

@@ -19,6 +19,7 @@ from ampctl.train import folder
 from ampctl.train.across_ranks import nonfinite_names
 from ampctl.train.restore import Origin
 from ampctl.train.run import Run
+from ampctl.train.savable import refuse_unsavable
 
 
 def open_store(
@@ -72,7 +73,13 @@ def _unheard(text: str) -> None:
 
 
 def prepare(run: Run) -> None:
-    """Make the memory for copies beside the training, once a step has made the whole state."""
+    """Once a step has made the whole state, see that it can be saved, and make memory for copies.
+
+    The memory is made beside the training. Raises RecipeError for what no checkpoint can hold.
+    """
+    if not run.is_savable:
+        refuse_unsavable(run.job, begun=True)
+        run.is_savable = True
     if run.memory is not None and not run.memory.is_prepared:
         run.memory.prepare(run.job.state.parts())
 

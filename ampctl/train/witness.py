@@ -103,6 +103,11 @@ class Witness:
         found["steps_per_epoch"] = job.train_data.steps_per_epoch
 
     @property
+    def dataset(self) -> Any:
+        """What is read."""
+        return getattr(self._data, "dataset", None)
+
+    @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps in an epoch."""
         return self._data.steps_per_epoch
@@ -169,7 +174,7 @@ class Witness:
             for i, inner in enumerate(getattr(schedule, "_schedulers", ())):  # SequentialLR's
                 found |= _attributes(f"scheduler{suffix}._schedulers.{i}", inner, _OF_A_SCHEDULER)
         found |= _attributes("task", as_written(state.task), frozenset())
-        dataset: Any = getattr(self._data, "dataset", None)
+        dataset = self.dataset
         where = "data.train"
         for _ in range(_DEEPEST):  # a Subset and the like hold another one
             if dataset is None:

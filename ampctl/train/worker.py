@@ -45,6 +45,7 @@ from ampctl.train.loop import evaluation_was_cut_off, finished, fit
 from ampctl.train.place import Place, joined
 from ampctl.train.restore import Origin, read, restore, saved_recipe
 from ampctl.train.run import Run
+from ampctl.train.savable import refuse_unsavable
 from ampctl.train.save import finish, leave_complete, look, open_store
 from ampctl.train.size import no_larger_than
 
@@ -241,6 +242,7 @@ def _go_back(run_dir: Path, entry: Entry, damaged: Sequence[str], console: Conso
 def _prepare(job: Job, run_dir: Path, origin: Origin | None, console: Console) -> Job | None:
     """Examine a job and restore its state; return None if the run is complete already."""
     require_same_data(job)
+    refuse_unsavable(job, begun=False)
     for finding in preflight(job):
         if job.state.ranks.is_first:
             console.warn(str(finding))
