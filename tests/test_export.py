@@ -108,6 +108,24 @@ def test_the_weights_load_into_the_bare_model_and_say_where_they_are_from() -> N
     assert "holds no EMA" in run("b", "c.pt", "--ema", code=4).stderr
 
 
+def test_weights_that_are_not_finite_are_written_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    payload = train()
+    payload["model"]["head.bias"][0] = float("nan")
+    torch.save(payload, "nan.pt")
+    told = "nan.pt holds NaN or infinity in head.bias"
+    assert f"{told}\n" in run("nan.pt", "raw.pt", "--raw").stderr
+    assert run("nan.pt", "ema.pt").stderr == ""
+    ampctl.load_model("nan.pt", ema=False)
+    assert caplog.messages[-1].endswith(told)
+    result = CliRunner().invoke(app, ["eval", "nan.pt", "--raw"])
+    assert (result.exit_code, told in result.stderr) == (0, True)
+    payload["environment"]["nonfinite_by_design"] = ["head.bias"]
+    torch.save(payload, "mask.pt")
+    assert run("mask.pt", "mask.safetensors", "--raw").stderr == ""
+
+
 def test_one_export_is_always_the_same_file_which_others_may_read() -> None:
     train()
     for suffix in ("safetensors", "pt"):

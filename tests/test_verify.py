@@ -111,6 +111,19 @@ def test_nothing_is_built(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     facts_of("a")
 
 
+def test_a_file_that_was_saved_anew_is_intact_by_less(run_dir: Path) -> None:
+    payload = load(run_dir / "checkpoints" / NAME, notify=print).payload
+    torch.save(payload, "again.pt")
+    (verdict,) = facts_of("again.pt")["files"]
+    assert (verdict["verdict"], verdict["proof"]) == ("intact", "CRC-32")
+    (line, _) = verify("again.pt").stdout.splitlines()
+    assert line.endswith("; by its CRC-32 sums alone: it was saved anew, without ampctl's SHA-256")
+    shutil.copy(run_dir / "checkpoints" / NAME, "copied.pt")
+    for source in ("copied.pt", "a"):
+        assert {each["proof"] for each in facts_of(source)["files"]} == {"SHA-256"}
+        assert "CRC-32" not in verify(source).stdout
+
+
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_damaged_file_of_a_run_is_named_and_the_others_are_still_told(
     run_dir: Path, step: int

@@ -260,6 +260,7 @@ def test_rs5_a_stream_that_cannot_be_found_again_is_named(data: str, step: int, 
         (["my.yaml"], 2, "my.yaml is a recipe"),
         (["a", "train.max_steps=3"], 2, "are for a recipe"),
         (["a", "--steps", "3"], 2, "are for a recipe"),
+        (["a", "b"], 2, "at a time: `ampctl verify a`, then `ampctl verify b`"),
     ],
 )
 def test_what_cannot_be_tried_is_told_in_words(argv: list[str], code: int, said: str) -> None:

@@ -96,6 +96,13 @@ def _has_arithmetic(dtype: torch.dtype) -> bool:
     return True
 
 
+def nonfinite_by_design(payload: dict[str, Any]) -> frozenset[str]:
+    """Return the names of tensors that were not finite from the start, as masks are."""
+    names = payload["environment"].get("nonfinite_by_design")
+    is_list = isinstance(names, list | tuple)
+    return frozenset(name for name in names if isinstance(name, str)) if is_list else frozenset()
+
+
 def fact(value: Any) -> Any:
     """Return a value as JSON can hold it and a screen can show it, whatever it was.
 

@@ -20,11 +20,19 @@ from torch import Tensor
 
 from ampctl import __version__
 from ampctl.checkpoint import disk
-from ampctl.checkpoint.contents import Facts, fact, is_whole, recipe_digest, word
+from ampctl.checkpoint.contents import (
+    Facts,
+    fact,
+    is_whole,
+    nonfinite_by_design,
+    recipe_digest,
+    word,
+)
 from ampctl.checkpoint.foreign import SAFETENSORS
 from ampctl.checkpoint.index import FOLDER, INDEX
 from ampctl.checkpoint.store import load
 from ampctl.errors import CheckpointError, MachineError, RecipeError, UsageError, first_of
+from ampctl.plain import nonfinite
 from ampctl.recipe.load import parse_recipe
 from ampctl.saved import place
 
@@ -56,6 +64,7 @@ def export(
     found = load(source, notify=notify)
     which, weights = chosen_weights(found.payload, found.path, ema=ema)
     _refuse_odd(weights, found.path)
+    tell_nonfinite(found.payload, weights, found.path, notify)
     tensors = _cast(weights, dtype, notify)
     tied = _tied(weights)
     facts = {
@@ -91,6 +100,16 @@ def chosen_weights(
     if payload["ema"] is None or ema is False:
         return "raw", payload["model"]
     return "ema", payload["ema"]
+
+
+def tell_nonfinite(
+    payload: dict[str, Any], weights: Mapping[str, Any], path: Path, notify: Notify
+) -> None:
+    """Tell of weights that hold a NaN or an infinity, but for those that did from the start."""
+    bad = nonfinite(dict(weights), "weights", by_design=nonfinite_by_design(payload))
+    if bad:
+        names = [word(name.split(".", 1)[1]) for name in bad]
+        notify(f"{path} holds NaN or infinity in {first_of(names)}")
 
 
 def _require_place(source: Path, out: Path, *, force: bool) -> None:

@@ -116,6 +116,13 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def is_sealed(path: Path) -> bool:
+    """Tell whether a file ends with its own SHA-256; one that was saved anew has lost it."""
+    with path.open("rb") as file:
+        file.seek(-_SEAL_SIZE, os.SEEK_END)
+        return file.read(len(_SEAL)) == _SEAL
+
+
 def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> dict[str, Any]:
     """Read a checkpoint with all tensors on the CPU, building plain types and tensors alone.
 

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from ampctl.checkpoint import file, parts
 from ampctl.checkpoint.abandoned import ABANDONED
-from ampctl.checkpoint.contents import Facts, fact, is_whole, named_tensors
+from ampctl.checkpoint.contents import (
+    Facts,
+    fact,
+    is_whole,
+    named_tensors,
+    nonfinite_by_design,
+)
 from ampctl.checkpoint.file import UnusableCheckpointError
 from ampctl.checkpoint.index import (
     FOLDER,
@@ -54,7 +60,10 @@ Shown = Callable[[Sequence[Path]], Iterable[Path]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one checkpoint; ``reason`` is empty where there is nothing to add."""
+    """What was found of one checkpoint; ``reason`` is empty where there is nothing to add.
+
+    ``proof``: what its bytes were held against, "SHA-256", or "CRC-32" where it was saved anew.
+    """
 
     file: str
     verdict: str
@@ -62,6 +71,7 @@ class Verdict:
     bytes: int
     step: int | None
     advice: str
+    proof: str | None
 
 
 _Seen = dict[tuple[str, str], Verdict]
@@ -202,9 +212,10 @@ def _judged(verdict: Verdict) -> Verdict:
 
 def _examine(path: Path, entry: Entry | None) -> Verdict:
     """Read one checkpoint as a resume would, and look at all that is in it."""
-    step, advice = None, file.NAME_ANOTHER
+    step, advice, proof = None, file.NAME_ANOTHER, None
     try:
         payload = parts.read(path, [entry.sha256] if entry else None, mmap=True)
+        proof = "SHA-256" if entry or file.is_sealed(_main(path)) else "CRC-32"
         step = payload["progress"].get("step")
         verdict, reason = _content(payload, path, entry)
     except UnusableCheckpointError as error:
@@ -219,7 +230,13 @@ def _examine(path: Path, entry: Entry | None) -> Verdict:
         bytes=size,
         step=fact(step) if type(step) is int else None,
         advice="" if verdict == INTACT else advice,
+        proof=proof,
     )
+
+
+def _main(path: Path) -> Path:
+    """Return the file of a checkpoint that proves the others, if it has several."""
+    return path / parts.STATE if parts.is_folder(path) else path
 
 
 def _content(payload: dict[str, Any], path: Path, entry: Entry | None) -> tuple[str, str]:
@@ -254,12 +271,10 @@ def _has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and (tensor.layout != torch.strided or is_whole(tensor))
 
 
-def _nonfinite(payload: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[str]:
+def _nonfinite(payload: dict[str, Any], tensors: Mapping[str, Any]) -> list[str]:
     """Name the non-finite tensors that were not so from the start (masks are), as a save does."""
-    by_design = payload["environment"].get("nonfinite_by_design")
-    allowed = {name for name in by_design if isinstance(name, str)} if _is_list(by_design) else ()
     held = {n: t for n, t in tensors.items() if n.split(".")[0] in ("model", "optimizer", "ema")}
-    return nonfinite(held, by_design=allowed)
+    return nonfinite(held, by_design=nonfinite_by_design(payload))
 
 
 def _links(
@@ -312,9 +327,7 @@ def _config(folder: Path, finite: Sequence[Entry]) -> CheckpointConfig | None:
     for entry in reversed(finite):
         with suppress(CheckpointError, RecipeError):
             path = folder / entry.file
-            payload = file.read(
-                path / parts.STATE if parts.is_folder(path) else path, None, mmap=True
-            )
+            payload = file.read(_main(path), None, mmap=True)
             return parse_recipe(payload["recipe"], where="recipe").recipe.checkpoint
     return None
 
@@ -335,7 +348,3 @@ def _missing(folder: Path) -> list[tuple[str, str]]:
 
 def _abandoned(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob(f"{ABANDONED}step-*") if p.suffix in SUFFIXES)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)

@@ -46,6 +46,12 @@ def verify(
         if resume:
             _resume(source, overrides or (), steps, as_json)
             return
+        others = [each for each in overrides or () if "=" not in each or Path(each).exists()]
+        if others:
+            raise UsageError(
+                f"verify takes one checkpoint or run folder at a time: `ampctl verify {source}`, "
+                f"then `ampctl verify {others[0]}`"
+            )
         if overrides or steps is not None:
             raise UsageError(
                 "KEY=VALUE and --steps are for a recipe: `ampctl verify RECIPE --resume`"
@@ -106,6 +112,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     for each in files:
         size = f"{each['bytes']:,} bytes"
         reason = f": {each['reason']}" if each["reason"] else f", {size}"
+        if each["verdict"] == "intact" and each["proof"] == "CRC-32":
+            reason += "; by its CRC-32 sums alone: it was saved anew, without ampctl's SHA-256"
         lines.append(f"{each['file']:<{width}}  {each['verdict']}{reason}")
     lines += [f"{name} -> {target}" for name, target in facts["links"].items()]
     lines += [f"note: {note}" for note in facts["notes"]]

@@ -29,7 +29,7 @@ from ampctl.build import (
     settle_device,
 )
 from ampctl.checkpoint.contents import Facts, fact
-from ampctl.checkpoint.export import chosen_weights
+from ampctl.checkpoint.export import chosen_weights, tell_nonfinite
 from ampctl.checkpoint.index import log_warning
 from ampctl.checkpoint.store import Loaded, load
 from ampctl.data.loader import EvalData
@@ -67,6 +67,7 @@ def load_model(
         model = _model(loaded, place)
     with misfits_explained(found.path, found.payload, saved, loaded):
         _fill(model, weights, found.path, log_warning)
+    tell_nonfinite(found.payload, weights, found.path, log_warning)
     return model.eval()
 
 
@@ -130,6 +131,7 @@ def _evaluate(
     if state.precision.name != payload["dtype"]:
         tell(f"evaluating in {state.precision.name}; it was trained in {fact(payload['dtype'])}")
     _fill(state.bare, weights, found.path, tell)
+    tell_nonfinite(payload, weights, found.path, tell)
     _restore(state, payload, found.path)
     try:
         metrics = evaluate(state, shown(data) if ranks.is_first else data)
