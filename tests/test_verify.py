@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from typer.testing import CliRunner, Result
 
 from ampctl.checkpoint import file
 from ampctl.checkpoint.store import load
+from ampctl.checkpoint.verify import verify as examine
 from ampctl.cli import app, screen
 from ampctl.errors import CheckpointError, NumericsError
 from ampctl.recipe.load import load_recipe
@@ -401,12 +403,38 @@ def test_ck2_what_is_not_there_is_said(folder: Path, name: str) -> None:
     verify(name, code=4)
 
 
-def test_a_terminal_sees_a_bar_and_a_pipe_does_not(
-    run_dir: Path, monkeypatch: Any, capsys: Any
+def test_a_terminal_sees_how_far_it_is_within_a_file_and_a_pipe_does_not(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = [Path("one"), Path("two")]
-    assert list(screen.bar_over(files, "verifying")) == files
+    monkeypatch.setattr(file, "_BLOCK", 1000)
+    sizes = [path.stat().st_size for path in sorted(run_dir.glob("checkpoints/step-*.pt"))]
+    for source, total in ((run_dir, sum(sizes)), (run_dir / "checkpoints" / NAME, sizes[-1])):
+        told: list[tuple[int, int]] = []
+        examine(source, passed=lambda done, of, told=told: told.append((done, of)))
+        assert told == sorted(told)
+        assert len(told) > total // 1000 - 4
+        assert told[-1] == (total, total)
+    with screen.reading("verifying") as passed:
+        passed(1, 2)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert list(screen.bar_over(files, "verifying")) == files
-    assert "verifying" in capsys.readouterr().err
+    with screen.reading("verifying") as passed:
+        passed(500, 2000)
+    assert "0.5/2.0 kB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["export", "out.pt", "--force"]])
+def test_each_command_that_reads_a_large_file_shows_it(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    told = []
+
+    @contextmanager
+    def watched(doing: str) -> Iterator[Any]:
+        yield lambda done, total: told.append((done, total))
+
+    monkeypatch.setattr(screen, "reading", watched)
+    source = run_dir / "checkpoints" / NAME
+    result = CliRunner().invoke(app, [command[0], f"{source}", *command[1:]])
+    assert result.exit_code == 0, result.stderr
+    assert told[-1] == (source.stat().st_size,) * 2

@@ -28,6 +28,7 @@ from ampctl.checkpoint.contents import (
     recipe_digest,
     word,
 )
+from ampctl.checkpoint.file import Passed, unseen
 from ampctl.checkpoint.foreign import SAFETENSORS
 from ampctl.checkpoint.index import FOLDER, INDEX
 from ampctl.checkpoint.store import load
@@ -50,6 +51,7 @@ def export(
     dtype: str | None,
     force: bool,
     notify: Notify,
+    passed: Passed = unseen,
 ) -> Facts:
     """Write the weights of a checkpoint, or of a run folder's newest, to ``out``; say what it is.
 
@@ -58,10 +60,10 @@ def export(
     ``dtype`` is that of all floating tensors, None what they have. Tied weights are one tensor: in
     safetensors under the first of their names. Raises UsageError for an ``out`` that cannot be,
     CheckpointError for weights that cannot be used or do not fit the dtype, MachineError for a
-    disk that does not take them.
+    disk that does not take them. ``passed`` is told how far the checkpoint is read.
     """
     _require_place(source, out, force=force)
-    found = load(source, notify=notify)
+    found = load(source, notify=notify, passed=passed)
     which, weights = chosen_weights(found.payload, found.path, ema=ema)
     _refuse_odd(weights, found.path)
     tell_nonfinite(found.payload, weights, found.path, notify)

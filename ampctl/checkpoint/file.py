@@ -12,7 +12,7 @@ import re
 import stat
 import struct
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -55,6 +55,13 @@ _ZIP_END = b"PK\x05\x06"
 _ZIP_END_SIZE = 22
 
 _BLOCK = 1 << 22
+
+Passed = Callable[[int, int], None]
+"""Is told how many bytes have been read, of how many."""
+
+
+def unseen(done: int, total: int) -> None:
+    """Show nobody how far it is."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,13 @@ def is_sealed(path: Path) -> bool:
         return file.read(len(_SEAL)) == _SEAL
 
 
-def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> dict[str, Any]:
+def read(
+    path: Path,
+    digests: Collection[str] | None,
+    *,
+    mmap: bool = False,
+    passed: Passed = unseen,
+) -> dict[str, Any]:
     """Read a checkpoint with all tensors on the CPU, building plain types and tensors alone.
 
     The file's SHA-256 must be one of ``digests`` and agree with the one that the file itself ends
@@ -132,7 +145,7 @@ def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> 
     ``UnusableCheckpointError`` for all that is not a whole ampctl checkpoint of this version.
     """
     with open_regular(path) as file:
-        sealed = _check_bytes(path, file, digests)
+        sealed = _check_bytes(path, file, digests, passed)
         file.seek(0)
         # Every byte sequence must end in words, and zipfile and torch.load raise a dozen types for
         # hostile ones: all of them are the file's fault, named here with the cause chained.
@@ -246,12 +259,14 @@ def _unsafe(path: Path, error: pickle.UnpicklingError) -> UnusableCheckpointErro
     )
 
 
-def _check_bytes(path: Path, file: BinaryIO, digests: Collection[str] | None) -> bool:
+def _check_bytes(
+    path: Path, file: BinaryIO, digests: Collection[str] | None, passed: Passed
+) -> bool:
     """Raise if the bytes are not those that were written; tell if the file itself proves it."""
     size = os.fstat(file.fileno()).st_size
     if size == 0:
         raise damaged(path, "it is empty")
-    body, whole, tail = _fingerprint(file, size)
+    body, whole, tail = _fingerprint(file, size, passed)
     if digests is not None and whole not in digests:
         raise damaged(path, "its SHA-256 is not the one that index.json holds")
     if tail.startswith(_SEAL):
@@ -274,7 +289,7 @@ def _check_bytes(path: Path, file: BinaryIO, digests: Collection[str] | None) ->
     return False
 
 
-def _fingerprint(file: BinaryIO, size: int) -> tuple[str, str, bytes]:
+def _fingerprint(file: BinaryIO, size: int, passed: Passed) -> tuple[str, str, bytes]:
     """Return the SHA-256 of all but the tail, that of all, and the tail, as long as a seal is."""
     hashed = hashlib.sha256()
     left = max(size - _SEAL_SIZE, 0)
@@ -282,6 +297,7 @@ def _fingerprint(file: BinaryIO, size: int) -> tuple[str, str, bytes]:
     while left and (count := file.readinto(block[: min(left, len(block))])):  # type: ignore[attr-defined]
         hashed.update(block[:count])
         left -= count
+        passed(size - left, size)
     body = hashed.hexdigest()
     tail = file.read()
     hashed.update(tail)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ampctl.checkpoint import archive, disk, file
-from ampctl.checkpoint.file import UnusableCheckpointError, Written
+from ampctl.checkpoint.file import Passed, UnusableCheckpointError, Written, unseen
 from ampctl.distributed.failure import comes_of_others, is_timeout
 from ampctl.distributed.ranks import Writers
 from ampctl.distributed.shard import is_sharded, spread
@@ -84,21 +84,29 @@ def write_part(path: Path, shards: Mapping[str, Tensor], writers: Writers) -> No
     _write_parts(path, None, shards, writers)
 
 
-def read(path: Path, digests: Collection[str] | None, *, mmap: bool = False) -> dict[str, Any]:
+def read(
+    path: Path,
+    digests: Collection[str] | None,
+    *,
+    mmap: bool = False,
+    passed: Passed = unseen,
+) -> dict[str, Any]:
     """Read a checkpoint of either form, as `file.read` does one file.
 
     Of a folder all parts are proved, and the sharded tensors stay empty (on the meta device) until
     `fill` fills them. Raises ``UnusableCheckpointError``.
     """
     try:
-        return _read(path, digests, mmap=mmap)
+        return _read(path, digests, mmap=mmap, passed=passed)
     except OSError as error:  # a disk that fails, or what is given up while it is read
         raise file.damaged(path, f"it cannot be read ({error.strerror})") from error
 
 
-def _read(path: Path, digests: Collection[str] | None, *, mmap: bool) -> dict[str, Any]:
+def _read(
+    path: Path, digests: Collection[str] | None, *, mmap: bool, passed: Passed
+) -> dict[str, Any]:
     if not is_folder(path):
-        payload = file.read(path, digests, mmap=mmap)
+        payload = file.read(path, digests, mmap=mmap, passed=passed)
         if PARTS in payload:
             reason = "it is the smaller part of a checkpoint that several ranks wrote"
             raise UnusableCheckpointError(path, reason, f"name its folder, step-N{SUFFIX}")
@@ -108,12 +116,15 @@ def _read(path: Path, digests: Collection[str] | None, *, mmap: bool) -> dict[st
     if not (path / STATE).exists():
         raise file.damaged(path, f"its {STATE} is missing")
     payload = file.read(path / STATE, digests, mmap=mmap)
+    done, total = (path / STATE).stat().st_size, size(path)
     for name, told in _parts(path, payload).items():
         part = path / name
         if part.is_symlink() or not part.is_file():
             raise file.damaged(path, f"its part {name} is missing")
         if part.stat().st_size != told.size or file.digest(part) != told.sha256:
             raise file.damaged(path, f"its part {name} is not the one that was written")
+        done += told.size
+        passed(done, total)
     return payload
 
 
@@ -155,6 +166,11 @@ def fill(
 def digest(path: Path) -> str:
     """Return the SHA-256 that an index has of a checkpoint of either form."""
     return file.digest(path / STATE if is_folder(path) else path)
+
+
+def main_file(path: Path) -> Path:
+    """Return the file of a checkpoint that proves the others, if it has several."""
+    return path / STATE if is_folder(path) else path
 
 
 def size(path: Path) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ampctl.checkpoint import disk, file, parts
-from ampctl.checkpoint.file import UnusableCheckpointError
+from ampctl.checkpoint.file import Passed, UnusableCheckpointError, unseen
 from ampctl.checkpoint.flight import Flight, Saved
 from ampctl.checkpoint.index import (
     FOLDER,
@@ -252,23 +252,32 @@ class Store:
         self._entries = kept
 
 
-def load(source: Path, *, notify: Notify, in_parts: bool = False, look: bool = False) -> Loaded:
+def load(
+    source: Path,
+    *,
+    notify: Notify,
+    in_parts: bool = False,
+    look: bool = False,
+    passed: Passed = unseen,
+) -> Loaded:
     """Read the newest intact finite checkpoint of a run folder, or the one named.
 
     Sharded tensors are whole in it; ``in_parts`` leaves them empty for `parts.fill`. ``look``: only
-    to look at it: tensors stay in the file, and a named one may be non-finite.
-    A damaged file of a run folder is passed over with one line to ``notify``. A run that saves
-    meanwhile may give up what is being read: then it is looked for again. Raises
+    to look at it: tensors stay in the file, and a named one may be non-finite. ``passed`` is told
+    how far it is. A damaged file of a run folder is passed over with one line to ``notify``. A run
+    that saves meanwhile may give up what is being read: then it is looked for again. Raises
     ``NoCheckpointError`` if the folder holds none, ``CheckpointError`` if none can be used.
     """
     try:
-        return _load_at_last(source, notify, in_parts=in_parts, look=look)
+        return _load_at_last(source, notify, in_parts=in_parts, look=look, passed=passed)
     except OSError as error:  # a name that is too long, a disk that fails
         reason = f"it cannot be read ({error.strerror})"
         raise UnusableCheckpointError(source, reason, file.NAME_ANOTHER) from error
 
 
-def _load_at_last(source: Path, notify: Notify, *, in_parts: bool, look: bool) -> Loaded:
+def _load_at_last(
+    source: Path, notify: Notify, *, in_parts: bool, look: bool, passed: Passed
+) -> Loaded:
     """Load what is there at one time: anew, when a run that saves has given up what was tried."""
     is_run = os.path.isdir(source) and not parts.is_folder(source)
     is_checkpoints = source.name == FOLDER and not os.path.isdir(source / FOLDER)
@@ -284,7 +293,10 @@ def _load_at_last(source: Path, notify: Notify, *, in_parts: bool, look: bool) -
         told: list[str] = []
         before = there()
         try:
-            found = _load_newest(run_dir, told.append, look) if is_run else _load_one(source, look)
+            if is_run:
+                found = _load_newest(run_dir, told.append, look, passed)
+            else:
+                found = _load_one(source, look, passed)
             if not in_parts:
                 parts.fill(found.payload, found.path)
         except (CheckpointError, OSError):
@@ -298,7 +310,7 @@ def _load_at_last(source: Path, notify: Notify, *, in_parts: bool, look: bool) -
     return found
 
 
-def _load_newest(run_dir: Path, notify: Notify, look: bool) -> Loaded:
+def _load_newest(run_dir: Path, notify: Notify, look: bool, passed: Passed) -> Loaded:
     entries = read_index(run_dir, notify)
     if not entries:
         raise NoCheckpointError(nothing_saved(run_dir))
@@ -308,7 +320,7 @@ def _load_newest(run_dir: Path, notify: Notify, look: bool) -> Loaded:
             continue
         path = run_dir / FOLDER / entry.file
         try:
-            payload = parts.read(path, [entry.sha256], mmap=look)
+            payload = parts.read(path, [entry.sha256], mmap=look, passed=passed)
         except UnusableCheckpointError as error:
             failed.append((entry.file, error.reason))
             continue
@@ -323,12 +335,12 @@ def _load_newest(run_dir: Path, notify: Notify, look: bool) -> Loaded:
     )
 
 
-def _load_one(source: Path, look: bool) -> Loaded:
+def _load_one(source: Path, look: bool, passed: Passed) -> Loaded:
     path = Path(os.path.realpath(source))  # latest and best are links
     index = parse_index(path.parent) or []
     entry = next((e for e in index if e.file == path.name), None)
     named = path if parts.is_folder(path) else source
-    payload = parts.read(named, [entry.sha256] if entry else None, mmap=look)
+    payload = parts.read(named, [entry.sha256] if entry else None, mmap=look, passed=passed)
     if not look and (NONFINITE in path.name or (entry and not entry.finite)):
         names = nonfinite({key: payload[key] for key in ("model", "optimizer", "ema")})
         raise UnusableCheckpointError(

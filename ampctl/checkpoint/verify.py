@@ -6,10 +6,9 @@ Nothing is built and nothing is changed. Every file gets a verdict, and a reason
 from __future__ import annotations
 
 import glob
-import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from ampctl.checkpoint.contents import (
     named_tensors,
     nonfinite_by_design,
 )
-from ampctl.checkpoint.file import UnusableCheckpointError
+from ampctl.checkpoint.file import Passed, UnusableCheckpointError, unseen
 from ampctl.checkpoint.index import (
     FOLDER,
     INDEX,
@@ -37,14 +36,12 @@ from ampctl.checkpoint.index import (
     parse_index,
     step_files,
 )
-from ampctl.checkpoint.links import BEST, LATEST, SUFFIXES
 from ampctl.checkpoint.no_run import nothing_saved
-from ampctl.checkpoint.retention import ranked
 from ampctl.checkpoint.store import NoCheckpointError
+from ampctl.checkpoint.whereabouts import abandoned_files, links_of, missing_files
 from ampctl.errors import CheckpointError, RecipeError, first_of, printable
 from ampctl.plain import nonfinite
 from ampctl.recipe.load import parse_recipe
-from ampctl.recipe.schema import CheckpointConfig
 from ampctl.state import lacking
 
 INTACT = "intact"
@@ -53,9 +50,6 @@ UNUSABLE = "unusable"
 
 _TRIES = 20
 """How often a run is looked at that changes its files meanwhile."""
-
-Shown = Callable[[Sequence[Path]], Iterable[Path]]
-"""Goes through the files, and may show how far it is."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +72,12 @@ _Seen = dict[tuple[str, str], Verdict]
 """What was found, by the name of a file and the SHA-256 that the index had of it, or ""."""
 
 
-def verify(source: Path, *, shown: Shown = iter) -> Facts:
+def verify(source: Path, *, passed: Passed = unseen) -> Facts:
     """Examine a checkpoint, or all of a run folder, and return what was found as facts.
 
     ``files`` has a `Verdict` of each; ``problems`` what is wrong, file by file, and is empty where
     all is as it should be; ``notes`` what a killed run leaves behind and the next one clears up.
+    ``passed`` is told how far it is, in bytes of all files.
     Raises NoCheckpointError for a run without a checkpoint, CheckpointError for a path that is
     not there.
     """
@@ -94,10 +89,10 @@ def verify(source: Path, *, shown: Shown = iter) -> Facts:
         reason = f"it cannot be opened ({error.strerror})"
         raise UnusableCheckpointError(source, reason, file.NAME_ANOTHER) from error
     if not is_folder or parts.is_folder(source):
-        return _one(source, shown)
+        return _one(source, passed)
     is_checkpoints = source.name == FOLDER and not (source / FOLDER).is_dir()
     folder = source if is_checkpoints else source / FOLDER
-    return _run(source, folder, shown)
+    return _run(source, folder, passed)
 
 
 def require_sound(facts: Facts) -> None:
@@ -111,13 +106,13 @@ def require_sound(facts: Facts) -> None:
         raise CheckpointError(f"{facts['path']} is not as it was saved:\n{listing}")
 
 
-def _one(source: Path, shown: Shown) -> Facts:
+def _one(source: Path, passed: Passed) -> Facts:
     for tries_left in reversed(range(_TRIES)):
         path = Path(os.path.realpath(source))  # latest and best are links
         index = parse_index(path.parent) or []
         entry = next((e for e in index if e.file == path.name), None)
         named = path if parts.is_folder(path) else source
-        found = [_examine(each, entry) for each in shown([named])]
+        found = [_examine(named, entry, passed)]
         problems = [f"{v.file}: {v.reason}" for v in found if v.verdict != INTACT]
         if not problems or not tries_left or Path(os.path.realpath(source)) == path:
             break  # else a run has saved another one meanwhile
@@ -131,14 +126,14 @@ def _one(source: Path, shown: Shown) -> Facts:
     }
 
 
-def _run(source: Path, folder: Path, shown: Shown) -> Facts:
+def _run(source: Path, folder: Path, passed: Passed) -> Facts:
     """Examine a run; of one that is under way, anew what it has changed meanwhile."""
     seen: _Seen = {}
     tries_left = _TRIES
     while True:
         tries_left -= 1
         before = content(folder)
-        facts = _run_at_once(source, folder, shown, seen)
+        facts = _run_at_once(source, folder, passed, seen)
         if tries_left and content(folder) != before and (facts is None or facts["problems"]):
             continue
         if facts is None:
@@ -146,24 +141,30 @@ def _run(source: Path, folder: Path, shown: Shown) -> Facts:
         return facts
 
 
-def _run_at_once(source: Path, folder: Path, shown: Shown, seen: _Seen) -> Facts | None:
+def _run_at_once(source: Path, folder: Path, passed: Passed, seen: _Seen) -> Facts | None:
     """Examine what was not ``seen`` yet, and all of it together; None if there is nothing."""
     entries = parse_index(folder)
     listed = {entry.file: entry for entry in entries or ()}
-    files = [*step_files(folder), *_abandoned(folder)]
+    files = [*step_files(folder), *abandoned_files(folder)]
     keys = {
         path: (path.name, listed[path.name].sha256 if path.name in listed else "") for path in files
     }
-    unseen = [path for path, key in keys.items() if key not in seen]
-    for path in shown(unseen) if unseen else ():
-        verdict = _examine(path, listed.get(path.name))
+    left = [path for path, key in keys.items() if key not in seen]
+    before, total = 0, sum(map(_size, left))
+    for path in left:
+
+        def further(done: int, of: int, before: int = before) -> None:
+            passed(before + done, total)
+
+        verdict = _examine(path, listed.get(path.name), further)
+        before += verdict.bytes
         if verdict.verdict != UNUSABLE or os.path.lexists(path):  # else it was given up meanwhile
             seen[keys[path]] = verdict
     found = [_judged(seen[key]) for key in keys.values() if key in seen]
-    missing = _missing(folder)
+    missing = missing_files(folder)
     if not found and not missing:
         return None
-    by_name = {v.file: v for v in found}
+    aside = {v.file for v in found if v.verdict == SET_ASIDE}
     problems = [f"{v.file}: {v.reason}" for v in found if v.verdict == UNUSABLE]
     notes = []
     if entries is None:
@@ -173,7 +174,7 @@ def _run_at_once(source: Path, folder: Path, shown: Shown, seen: _Seen) -> Facts
         notes += [
             f"{name}: {INDEX} does not tell of it, so no run goes on from it" for name in strays
         ]
-    links, dangling, behind = _links(folder, entries or [], by_name)
+    links, dangling, behind = links_of(folder, entries or [], aside)
     problems += dangling
     notes += behind
     for place, name in missing:
@@ -210,33 +211,32 @@ def _judged(verdict: Verdict) -> Verdict:
     return replace(verdict, verdict=SET_ASIDE) if is_aside else verdict
 
 
-def _examine(path: Path, entry: Entry | None) -> Verdict:
+def _examine(path: Path, entry: Entry | None, passed: Passed) -> Verdict:
     """Read one checkpoint as a resume would, and look at all that is in it."""
     step, advice, proof = None, file.NAME_ANOTHER, None
     try:
-        payload = parts.read(path, [entry.sha256] if entry else None, mmap=True)
-        proof = "SHA-256" if entry or file.is_sealed(_main(path)) else "CRC-32"
+        payload = parts.read(path, [entry.sha256] if entry else None, mmap=True, passed=passed)
+        proof = "SHA-256" if entry or file.is_sealed(parts.main_file(path)) else "CRC-32"
         step = payload["progress"].get("step")
         verdict, reason = _content(payload, path, entry)
     except UnusableCheckpointError as error:
         verdict, reason, advice = UNUSABLE, error.reason, error.advice
-    size = 0
-    with suppress(OSError):
-        size = parts.size(path)
     return Verdict(
         file=printable(path.name),
         verdict=verdict,
         reason=reason,
-        bytes=size,
+        bytes=_size(path),
         step=fact(step) if type(step) is int else None,
         advice="" if verdict == INTACT else advice,
         proof=proof,
     )
 
 
-def _main(path: Path) -> Path:
-    """Return the file of a checkpoint that proves the others, if it has several."""
-    return path / parts.STATE if parts.is_folder(path) else path
+def _size(path: Path) -> int:
+    """Return the bytes of a checkpoint; 0 if it is gone or cannot be looked at."""
+    with suppress(OSError):
+        return parts.size(path)
+    return 0
 
 
 def _content(payload: dict[str, Any], path: Path, entry: Entry | None) -> tuple[str, str]:
@@ -275,76 +275,3 @@ def _nonfinite(payload: dict[str, Any], tensors: Mapping[str, Any]) -> list[str]
     """Name the non-finite tensors that were not so from the start (masks are), as a save does."""
     held = {n: t for n, t in tensors.items() if n.split(".")[0] in ("model", "optimizer", "ema")}
     return nonfinite(held, by_design=nonfinite_by_design(payload))
-
-
-def _links(
-    folder: Path, entries: Sequence[Entry], found: Mapping[str, Verdict]
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return what latest and best point at, what is wrong with them, and what lags behind."""
-    finite = [entry for entry in entries if entry.finite]
-    wanted = {LATEST: finite[-1].file if finite else None, BEST: _best(folder, finite)}
-    links, problems, notes = {}, [], []
-    for name in (LATEST, BEST):
-        there = [folder / f"{name}{s}" for s in SUFFIXES if os.path.lexists(folder / f"{name}{s}")]
-        for link in there:
-            if link.is_dir() and not link.is_symlink():
-                problems.append(f"{link.name}: it is a folder in the place of a link; remove it")
-                continue
-            target = _target(link, entries)
-            links[link.name] = target or "another file"
-            if target is None or not (folder / target).exists():
-                problems.append(
-                    f"{link.name}: it points at {target or 'no file of this run'} and there is none"
-                )
-            elif found.get(target) and found[target].verdict == SET_ASIDE:
-                problems.append(f"{link.name}: it points at {target}, which is not finite")
-            elif wanted[name] and target != wanted[name]:
-                notes.append(f"{link.name}: it points at {target}, and {INDEX} has {wanted[name]}")
-        if not there and wanted[name]:
-            notes.append(f"{name}: there is no link to {wanted[name]}")
-    return links, problems, notes
-
-
-def _target(link: Path, entries: Sequence[Entry]) -> str | None:
-    """Return the name of the file that a link is; where links cannot be, it is a copy of it."""
-    try:
-        if link.is_symlink():
-            return printable(os.readlink(link))
-        digest = parts.digest(link)
-    except FileNotFoundError:  # a run under way has taken it away
-        return None
-    return next((entry.file for entry in reversed(entries) if entry.sha256 == digest), None)
-
-
-def _best(folder: Path, finite: Sequence[Entry]) -> str | None:
-    """Return the best file by the monitor that the newest readable recipe names."""
-    config = _config(folder, finite)
-    best = ranked(finite, config.monitor, config.mode) if config else []
-    return best[0].file if best else None
-
-
-def _config(folder: Path, finite: Sequence[Entry]) -> CheckpointConfig | None:
-    for entry in reversed(finite):
-        with suppress(CheckpointError, RecipeError):
-            path = folder / entry.file
-            payload = file.read(_main(path), None, mmap=True)
-            return parse_recipe(payload["recipe"], where="recipe").recipe.checkpoint
-    return None
-
-
-def _missing(folder: Path) -> list[tuple[str, str]]:
-    """Return the files that the index tells of and that are not there; the last row is "last"."""
-    try:
-        rows = json.loads((folder / INDEX).read_bytes())
-        names = [row["file"] for row in rows]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
-    return [
-        ("last" if place == len(names) - 1 else "", printable(name))
-        for place, name in enumerate(names)
-        if isinstance(name, str) and "\0" not in name and not os.path.lexists(folder / name)
-    ]
-
-
-def _abandoned(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.glob(f"{ABANDONED}step-*") if p.suffix in SUFFIXES)

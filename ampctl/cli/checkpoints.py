@@ -55,7 +55,8 @@ def inspect(
         from ampctl.checkpoint.difference import difference
         from ampctl.checkpoint.store import load
 
-        found = load(checkpoint, notify=screen.warning, look=True)
+        with screen.reading("reading") as passed:
+            found = load(checkpoint, notify=screen.warning, look=True, passed=passed)
         if recipe:
             screen.echo(recipe_text(found))
             return
@@ -65,7 +66,8 @@ def inspect(
             if not as_json:
                 screen.table(("part", "tensors", "values", "bytes", "dtypes"), part_rows(facts))
             return
-        second = load(other, notify=screen.warning, look=True)
+        with screen.reading("reading") as passed:
+            second = load(other, notify=screen.warning, look=True, passed=passed)
         change = difference(found, second)
         both = {"first": facts, "second": describe(second), "difference": change}
         screen.show(both, difference_lines(both), as_json)
@@ -135,14 +137,16 @@ def export(
     with screen.told():
         from ampctl.checkpoint.export import export as write
 
-        facts = write(
-            checkpoint,
-            out,
-            ema=ema,
-            dtype=None if dtype is None else dtype.value,
-            force=force,
-            notify=screen.warning,
-        )
+        with screen.reading("reading") as passed:
+            facts = write(
+                checkpoint,
+                out,
+                ema=ema,
+                dtype=None if dtype is None else dtype.value,
+                force=force,
+                notify=screen.warning,
+                passed=passed,
+            )
         lines = {
             "checkpoint": f"{facts['checkpoint']}, step {facts['step']}",
             "weights": "averaged (EMA)" if facts["weights"] == "ema" else "as trained (raw)",

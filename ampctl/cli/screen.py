@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -96,6 +96,24 @@ def bar_over(items: Any, doing: str) -> Iterable[Any]:
 
     bar = Console(stderr=True)
     return track(items, doing, total=len(items), console=bar, transient=True)
+
+
+@contextmanager
+def reading(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """Give what shows how many bytes are read, of how many: a bar on stderr if that is a terminal.
+
+    A terminal has it from the first bytes of a large file on, not only from file to file.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn(doing), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def echo(text: str) -> None:

@@ -66,7 +66,8 @@ def verify(
         from ampctl.checkpoint.verify import require_sound
         from ampctl.checkpoint.verify import verify as examine
 
-        facts = examine(path, shown=lambda files: screen.bar_over(files, "verifying"))
+        with screen.reading("verifying") as passed:
+            facts = examine(path, passed=passed)
         screen.show(facts, _lines(facts), as_json)
         require_sound(facts)
 
