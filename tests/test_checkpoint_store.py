@@ -161,7 +161,7 @@ def test_a_newest_file_that_someone_removed_is_passed_over_loudly(tmp_path):
     (folder / "step-00000300.pt").unlink()
     said: list[str] = []
     assert load(tmp_path, notify=said.append).passed_over == ("step-00000300.pt",)
-    reason = "cannot be used (someone has removed it); going on from step-00000200.pt"
+    reason = "cannot be used (someone has removed it); step-00000200.pt is taken instead"
     assert said == [f"checkpoint step-00000300.pt {reason}"]
 
 

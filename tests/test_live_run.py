@@ -140,8 +140,8 @@ def test_a_verdict_on_a_run_is_on_what_it_has_at_one_time(
     save()
     save()
     monkeypatch.setattr(verify, "_examine", late(verify._examine, save))
-    monkeypatch.setattr(verify, "_missing", late(verify._missing, save, save))
-    monkeypatch.setattr(verify, "_links", late(verify._links, lambda: None, save))
+    monkeypatch.setattr(verify, "missing_files", late(verify.missing_files, save, save))
+    monkeypatch.setattr(verify, "links_of", late(verify.links_of, lambda: None, save))
     facts = verify.verify(tmp_path)
     assert facts["problems"] == []
     assert {each["verdict"] for each in facts["files"]} == {"intact"}
@@ -195,10 +195,10 @@ def test_a_file_that_the_disk_cannot_read_is_passed_over(
         saver.save(payload(step), step=step, metrics={})
     fingerprint = file._fingerprint
 
-    def failing(opened: Any, size: int) -> Any:
+    def failing(opened: Any, size: int, passed: file.Passed) -> Any:
         if "200" in os.path.realpath(opened.name):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return fingerprint(opened, size)
+        return fingerprint(opened, size, passed)
 
     monkeypatch.setattr(file, "_fingerprint", failing)
     told: list[str] = []
@@ -206,7 +206,7 @@ def test_a_file_that_the_disk_cannot_read_is_passed_over(
     assert found.payload["progress"]["step"] == 100
     reason = "it is damaged: it cannot be read (Input/output error)"
     assert told == [
-        f"checkpoint step-00000200.pt cannot be used ({reason}); going on from step-00000100.pt"
+        f"checkpoint step-00000200.pt cannot be used ({reason}); step-00000100.pt is taken instead"
     ]
     with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\)"):
         load(tmp_path / "checkpoints/latest.pt", notify=silent, look=look)

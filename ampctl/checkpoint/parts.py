@@ -85,11 +85,7 @@ def write_part(path: Path, shards: Mapping[str, Tensor], writers: Writers) -> No
 
 
 def read(
-    path: Path,
-    digests: Collection[str] | None,
-    *,
-    mmap: bool = False,
-    passed: Passed = unseen,
+    path: Path, digests: Collection[str] | None, *, mmap: bool = False, passed: Passed = unseen
 ) -> dict[str, Any]:
     """Read a checkpoint of either form, as `file.read` does one file.
 
@@ -97,35 +93,29 @@ def read(
     `fill` fills them. Raises ``UnusableCheckpointError``.
     """
     try:
-        return _read(path, digests, mmap=mmap, passed=passed)
+        if not is_folder(path):
+            payload = file.read(path, digests, mmap=mmap, passed=passed)
+            if PARTS in payload:
+                reason = "it is the smaller part of a checkpoint that several ranks wrote"
+                raise UnusableCheckpointError(path, reason, f"name its folder, step-N{SUFFIX}")
+            return payload
+        if not path.is_dir():
+            raise UnusableCheckpointError(path, "there is no such folder", file.NAME_ANOTHER)
+        if not (path / STATE).exists():
+            raise file.damaged(path, f"its {STATE} is missing")
+        payload = file.read(path / STATE, digests, mmap=mmap)
+        done, total = (path / STATE).stat().st_size, size(path)
+        for name, told in _parts(path, payload).items():
+            part = path / name
+            if part.is_symlink() or not part.is_file():
+                raise file.damaged(path, f"its part {name} is missing")
+            if part.stat().st_size != told.size or file.digest(part) != told.sha256:
+                raise file.damaged(path, f"its part {name} is not the one that was written")
+            done += told.size
+            passed(done, total)
+        return payload
     except OSError as error:  # a disk that fails, or what is given up while it is read
         raise file.damaged(path, f"it cannot be read ({error.strerror})") from error
-
-
-def _read(
-    path: Path, digests: Collection[str] | None, *, mmap: bool, passed: Passed
-) -> dict[str, Any]:
-    if not is_folder(path):
-        payload = file.read(path, digests, mmap=mmap, passed=passed)
-        if PARTS in payload:
-            reason = "it is the smaller part of a checkpoint that several ranks wrote"
-            raise UnusableCheckpointError(path, reason, f"name its folder, step-N{SUFFIX}")
-        return payload
-    if not path.is_dir():
-        raise UnusableCheckpointError(path, "there is no such folder", file.NAME_ANOTHER)
-    if not (path / STATE).exists():
-        raise file.damaged(path, f"its {STATE} is missing")
-    payload = file.read(path / STATE, digests, mmap=mmap)
-    done, total = (path / STATE).stat().st_size, size(path)
-    for name, told in _parts(path, payload).items():
-        part = path / name
-        if part.is_symlink() or not part.is_file():
-            raise file.damaged(path, f"its part {name} is missing")
-        if part.stat().st_size != told.size or file.digest(part) != told.sha256:
-            raise file.damaged(path, f"its part {name} is not the one that was written")
-        done += told.size
-        passed(done, total)
-    return payload
 
 
 def fill(

@@ -293,10 +293,8 @@ def _load_at_last(
         told: list[str] = []
         before = there()
         try:
-            if is_run:
-                found = _load_newest(run_dir, told.append, look, passed)
-            else:
-                found = _load_one(source, look, passed)
+            how = (look, passed)
+            found = _load_newest(run_dir, told.append, *how) if is_run else _load_one(source, *how)
             if not in_parts:
                 parts.fill(found.payload, found.path)
         except (CheckpointError, OSError):

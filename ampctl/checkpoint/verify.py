@@ -149,9 +149,9 @@ def _run_at_once(source: Path, folder: Path, passed: Passed, seen: _Seen) -> Fac
     keys = {
         path: (path.name, listed[path.name].sha256 if path.name in listed else "") for path in files
     }
-    left = [path for path, key in keys.items() if key not in seen]
-    before, total = 0, sum(map(_size, left))
-    for path in left:
+    to_see = [path for path, key in keys.items() if key not in seen]
+    before, total = 0, sum(map(_size, to_see))
+    for path in to_see:
 
         def further(done: int, of: int, before: int = before) -> None:
             passed(before + done, total)

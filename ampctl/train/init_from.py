@@ -89,8 +89,9 @@ def build(
     but for masks: no training mends them.
     """
     job = build_job(loaded, ranks, init_from.read(tell) if init_from else None)
-    if bad := nonfinite_names(job.state, job.state.parts()):
-        names = first_of([n.removeprefix("model.") for n in bad if n.startswith("model.")])
+    weights = {"model": job.state.bare.state_dict(), "optimizer": None, "ema": None}
+    if bad := nonfinite_names(job.state, weights):
+        names = first_of([name.removeprefix("model.") for name in bad])
         message = f"its weights are not finite from the start: {names}"
         advice = "look at how the model makes them (torch.empty holds anything), or what it loads"
         raise RecipeError([loaded.problem("model", message, advice)])
