@@ -414,13 +414,17 @@ def test_a_terminal_sees_how_far_it_is_within_a_file_and_a_pipe_does_not(
         assert told == sorted(told)
         assert len(told) > total // 1000 - 4
         assert told[-1] == (total, total)
-    with screen.reading("verifying") as passed:
-        passed(1, 2)
-    assert capsys.readouterr().err == ""
+    with screen.reading("verifying") as shown:
+        shown.passed(1, 2)
+        shown.warning("[odd]")
+    assert capsys.readouterr().err == "warning: [odd]\n"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with screen.reading("verifying") as passed:
-        passed(500, 2000)
-    assert "0.5/2.0 kB" in capsys.readouterr().err
+    with screen.reading("verifying") as shown:
+        shown.passed(500, 2000)
+        shown.warning("[odd] " + "long " * 100 + "end")
+    err = capsys.readouterr().err
+    assert "0.5/2.0 kB" in err
+    assert "warning: [odd] " + "long " * 100 + "end" in err  # a line of its own, and no markup
 
 
 @pytest.mark.parametrize("command", [["verify"], ["inspect"], ["export", "out.pt", "--force"]])
@@ -430,8 +434,8 @@ def test_each_command_that_reads_a_large_file_shows_it(
     told = []
 
     @contextmanager
-    def watched(doing: str) -> Iterator[Any]:
-        yield lambda done, total: told.append((done, total))
+    def watched(doing: str) -> Iterator[screen.Reading]:
+        yield screen.Reading(lambda done, total: told.append((done, total)), screen.warning)
 
     monkeypatch.setattr(screen, "reading", watched)
     source = run_dir / "checkpoints" / NAME

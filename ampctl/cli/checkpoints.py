@@ -55,8 +55,8 @@ def inspect(
         from ampctl.checkpoint.difference import difference
         from ampctl.checkpoint.store import load
 
-        with screen.reading("reading") as passed:
-            found = load(checkpoint, notify=screen.warning, look=True, passed=passed)
+        with screen.reading("reading") as shown:
+            found = load(checkpoint, notify=shown.warning, look=True, passed=shown.passed)
         if recipe:
             screen.echo(recipe_text(found))
             return
@@ -66,8 +66,8 @@ def inspect(
             if not as_json:
                 screen.table(("part", "tensors", "values", "bytes", "dtypes"), part_rows(facts))
             return
-        with screen.reading("reading") as passed:
-            second = load(other, notify=screen.warning, look=True, passed=passed)
+        with screen.reading("reading") as shown:
+            second = load(other, notify=shown.warning, look=True, passed=shown.passed)
         change = difference(found, second)
         both = {"first": facts, "second": describe(second), "difference": change}
         screen.show(both, difference_lines(both), as_json)
@@ -137,15 +137,15 @@ def export(
     with screen.told():
         from ampctl.checkpoint.export import export as write
 
-        with screen.reading("reading") as passed:
+        with screen.reading("reading") as shown:
             facts = write(
                 checkpoint,
                 out,
                 ema=ema,
                 dtype=None if dtype is None else dtype.value,
                 force=force,
-                notify=screen.warning,
-                passed=passed,
+                notify=shown.warning,
+                passed=shown.passed,
             )
         lines = {
             "checkpoint": f"{facts['checkpoint']}, step {facts['step']}",

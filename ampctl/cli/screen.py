@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import typer
 
@@ -98,22 +98,30 @@ def bar_over(items: Any, doing: str) -> Iterable[Any]:
     return track(items, doing, total=len(items), console=bar, transient=True)
 
 
-@contextmanager
-def reading(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """Give what shows how many bytes are read, of how many: a bar on stderr if that is a terminal.
+class Reading(NamedTuple):
+    """Shows how many bytes are read, of how many (``passed``), and tells a warning above that."""
 
-    A terminal has it from the first bytes of a large file on, not only from file to file.
-    """
+    passed: Callable[[int, int], None]
+    warning: Callable[[str], None]
+
+
+@contextmanager
+def reading(doing: str) -> Iterator[Reading]:
+    """Show with a bar on stderr, if that is a terminal, how far it is within large files."""
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield Reading(lambda done, total: None, warning)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    from rich.text import Text
 
     columns = (TextColumn(doing), BarColumn(), DownloadColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(doing, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield Reading(
+            lambda done, total: bar.update(task, completed=done, total=total),
+            lambda text: bar.console.print(Text(f"warning: {text}"), soft_wrap=True),
+        )
 
 
 def echo(text: str) -> None:

@@ -66,8 +66,8 @@ def verify(
         from ampctl.checkpoint.verify import require_sound
         from ampctl.checkpoint.verify import verify as examine
 
-        with screen.reading("verifying") as passed:
-            facts = examine(path, passed=passed)
+        with screen.reading("verifying") as shown:
+            facts = examine(path, passed=shown.passed)
         screen.show(facts, _lines(facts), as_json)
         require_sound(facts)
 
