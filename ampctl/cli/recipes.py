@@ -11,7 +11,7 @@ import typer
 
 from ampctl.cli import screen
 from ampctl.cli.options import Json, Overrides, RecipeArgument
-from ampctl.errors import UsageError
+from ampctl.errors import UsageError, as_argument
 
 app = typer.Typer(help="List, show and copy the recipes that come with ampctl.")
 
@@ -91,4 +91,4 @@ def copy_recipe(
             raise UsageError(f"{target} exists already; give another name") from error
         except OSError as error:
             raise UsageError(f"{target} cannot be written: {error.strerror}") from error
-        typer.echo(f"{target} written; train it with: ampctl train {target}")
+        typer.echo(f"{target} written; train it with: ampctl train {as_argument(target)}")
