@@ -79,6 +79,16 @@ class Deep(nn.Module):
         return self.head(self.norm(x) * self.gate)
 
 
+class OtherOrder(Deep):
+    """The same model, whose stem is registered last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stem = self.stem
+        del self.stem
+        self.stem = stem
+
+
 @pytest.fixture(autouse=True)
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TESTS))
@@ -167,6 +177,23 @@ def _saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(_saved: Path, folder: Path) -> Path:
     shutil.copytree(_saved, folder / "run", symlinks=True)
     return Path("run")
+
+
+def test_parameters_in_another_order_get_their_own_part_of_the_optimizers_state() -> None:
+    ranks(2, "run", FSDP, "train.max_steps=3")
+    expected = last("run")
+    other = "model={_target_: test_fsdp.OtherOrder}"
+    ranks(2, "other", other, resume="run/checkpoints/step-00000002.dist")
+    found = last("other")
+    for name, value in expected["model"].items():
+        torch.testing.assert_close(found["model"][name], value)
+    held = []
+    for payload in (found, expected):
+        (group,), state = payload["optimizer"]["param_groups"], payload["optimizer"]["state"]
+        pairs = zip(group["param_names"], group["params"], strict=True)
+        held.append({name: state[index] for name, index in pairs})
+    assert list(held[0]) != list(held[1])
+    torch.testing.assert_close(*held)
 
 
 def test_old_folders_are_removed_whole_and_nothing_temporary_is_left(saved: Path) -> None:
