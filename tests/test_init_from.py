@@ -144,8 +144,10 @@ def test_the_commands_that_a_misfit_names_start_a_run(
         message = ampctl("train", "recipe.yaml", *shlex.split(change), more, *flags, code=4).stderr
         recipe = "recipe.yaml"
     else:
-        source = "a b" if place == "run" else "only.pt"
-        Path("only.pt").write_bytes(Path("a b/checkpoints/latest.pt").read_bytes())
+        source = "a b" if place == "run" else "c/checkpoints/only.pt"
+        Path("c/checkpoints").mkdir(parents=True)
+        Path("c/recipe.yaml").write_text(RECIPE)  # another one than that of the checkpoint
+        Path("c/checkpoints/only.pt").write_bytes(Path("a b/checkpoints/latest.pt").read_bytes())
         message = ampctl("resume", source, *shlex.split(change), more, code=4).stderr
         recipe = "'a b/recipe.yaml'" if place == "run" else "only.yaml"
     assert f"    ampctl train {recipe} {change} {more} --init-from " in message
