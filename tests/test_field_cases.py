@@ -203,7 +203,7 @@ def test_nf6_a_run_that_saves_nothing_of_use_any_more_stops() -> None:
     write(("micro_batch_size: 4", "micro_batch_size: 6"))
     said = ampctl("train", "recipe.yaml", "--run-dir", "r", "data.train.bad=[]", poison, code=3)
     assert "at step 6 the state is not finite, for 3 checkpoints in a row: model.largest" in said
-    assert "step-00000003.pt. Find what makes them so, and then `ampctl resume r` goes on" in said
+    assert "step-00000003.pt. Find what makes them so; then `ampctl resume r` goes on" in said
     (stop,) = events(Path("r"), "stop")
     assert (stop["reason"], stop["exit_code"], stop["step"]) == ("nonfinite", 3, 6)
 

@@ -230,7 +230,8 @@ def test_a_signal_to_one_launcher_stops_both_nodes_with_one_checkpoint(
     step = last(Path("d"))["progress"]["step"]
     for _, said in told:
         assert said == (
-            f"error: SIGTERM received at step {step}, which is saved: `ampctl resume d` goes on\n"
+            f"error: SIGTERM received at step {step}, which is saved: "
+            "`ampctl resume d ...` goes on\n"
         )
     assert len(list(Path("d/checkpoints").glob("step-*.pt"))) == 1
 
