@@ -15,10 +15,13 @@ def main() -> None:
 
     if sys.argv[1:2] in (["train"], ["resume"]):
         early.heed()
-    if member.is_rank():
-        faulthandler.enable()
-        member.end_with_launcher()
-    app(prog_name="ampctl")
+    if not member.is_rank():
+        app(prog_name="ampctl")
+        return
+    faulthandler.enable()
+    member.end_with_launcher()
+    with member.leaving_at_its_end():
+        app(prog_name="ampctl")
 
 
 if __name__ == "__main__":

@@ -616,3 +616,26 @@ def test_plain_torchrun_is_the_same_job(start: Start, folder: Path) -> None:
     assert told < done.stderr.index("FAILED"), done.stderr
     assert done.stderr.count("error: the scale") == 1, done.stderr
     assert said_by(folder, "told-0", 1)[1] == "d"
+
+
+def test_a_rank_that_ends_well_does_so_as_a_program_but_is_not_torn_down() -> None:
+    """A native thread that wakes up while the interpreter is torn down would abort the process."""
+    program = """
+import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from ampctl.distributed import member
+
+class Torn:
+    def __del__(self): print("torn down")
+
+torn, pool = Torn(), ThreadPoolExecutor(1)
+pool.submit(time.sleep, 0)
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
+with member.leaving_at_its_end():
+    sys.exit(CODE)
+"""
+    for code, ends, last in (("7", 7, "torn down\n"), ("None", 0, "")):
+        done = spawn("-c", program.replace("CODE", code))
+        said = f"a thread\nat exit\n{last}"
+        assert (done.returncode, done.stdout, done.stderr) == (ends, said, "")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 LAUNCHER = "AMPCTL_LAUNCHER"
 """Set for the ranks of ``ampctl``'s own launcher: its process id."""
@@ -53,6 +57,27 @@ def end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+@contextmanager
+def leaving_at_its_end() -> Iterator[None]:
+    """End the process where what runs in this context ends well, and tear nothing down.
+
+    All that the interpreter does first is done. But a native thread of a process group that wakes
+    up while the interpreter is torn down aborts it: a job that is done would end with SIGABRT. A
+    rank that fails has left its error and its code for the launcher, which go before a signal.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            raise
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(0)
 
 
 def is_restarted() -> bool:
