@@ -18,7 +18,7 @@ from ampctl.checkpoint.file import NAME_ANOTHER, UnusableCheckpointError
 from ampctl.checkpoint.index import Entry
 from ampctl.checkpoint.store import Loaded, load
 from ampctl.environment import collect
-from ampctl.errors import CheckpointError, RecipeError, first_of
+from ampctl.errors import CheckpointError, RecipeError, as_argument, first_of
 from ampctl.load_state import MisfitError, in_present_order
 from ampctl.optim import make_skippable
 from ampctl.recipe import current_folder, trust
@@ -214,9 +214,9 @@ def _start_anew(path: Path, text: str, loaded: LoadedRecipe, options: str) -> li
             recipe = f"{of_run}" if of_run.read_text(encoding="utf-8") == text else ""
     if not recipe:
         recipe = f"{path.stem}.yaml"
-        commands.append(f"ampctl inspect {shlex.quote(f'{path}')} --recipe > {shlex.quote(recipe)}")
-    words = shlex.join(["ampctl", "train", recipe, *loaded.overrides, "--init-from", f"{path}"])
-    return [*commands, f"{words}{options}"]
+        commands.append(f"ampctl inspect {as_argument(path)} --recipe > {as_argument(recipe)}")
+    words = shlex.join(["ampctl", "train", recipe, *loaded.overrides, "--init-from"])
+    return [*commands, f"{words} {as_argument(path)}{options}"]
 
 
 def _changes_under(keys: Sequence[str], saved: LoadedRecipe, loaded: LoadedRecipe) -> list[str]:
