@@ -15,11 +15,9 @@ def main() -> None:
 
     if sys.argv[1:2] in (["train"], ["resume"]):
         early.heed()
-    if not member.is_rank():
-        app(prog_name="ampctl")
-        return
-    faulthandler.enable()
-    member.end_with_launcher()
+    if member.is_rank():
+        faulthandler.enable()
+        member.end_with_launcher()
     with member.leaving_at_its_end():
         app(prog_name="ampctl")
 

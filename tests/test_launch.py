@@ -27,7 +27,9 @@ from typer.testing import CliRunner, Result
 
 from ampctl.cli import app
 from ampctl.distributed import agent, failure, launch, member
+from ampctl.distributed.env import choose_device
 from ampctl.distributed.plan import Options, Plan, plan_for
+from ampctl.distributed.ranks import Ranks
 from ampctl.errors import MachineError, NumericsError, PreemptedError
 from ampctl.recipe.load import load_recipe
 
@@ -302,6 +304,51 @@ def test_more_ranks_than_gpus_end_with_5(device: str, monkeypatch: pytest.Monkey
     assert "--nproc-per-node 3: 2 of cuda are here" in told
     two_there = load_recipe("recipe.yaml", [f"train.device={device}"]).recipe
     assert plan_for(Options(nproc_per_node="2"), two_there) is not None
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cuda:0", "xpu:3"])
+def test_d15_one_accelerator_for_several_ranks_of_a_machine_is_refused(
+    device: str, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Gpus(monkeypatch, 4)
+    argv, kind = ("train", "recipe.yaml", f"train.device={device}"), device.partition(":")[0]
+    two_asked = ampctl(*argv, "--nproc-per-node", "2", code=2).stderr
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # as plain torchrun does; others set one
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv(name, "2")
+        for name, value in {"LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+        told = ampctl(*argv, code=2).stderr
+        for each in (told, two_asked):
+            assert f"train.device: {device} is one device" in each
+            assert f"Use train.device={kind}: each takes one of its own" in each
+            assert ("CUDA_VISIBLE_DEVICES" if kind == "cuda" else "ZE_AFFINITY_MASK") in each
+        assert "2 ranks are on this machine" in told
+    assert not launched
+
+
+def test_d15_one_accelerator_is_right_for_the_only_rank_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Gpus(monkeypatch, 2)
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    recipe = load_recipe("recipe.yaml", ["train.device=cuda:1"]).recipe
+    assert plan_for(Options(nproc_per_node="auto"), recipe) is None
+    assert plan_for(Options(nnodes="2", rdzv_endpoint="a:1"), recipe) is not None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # one on each of two machines
+    assert choose_device("cuda:1", Ranks(1, 2, 0)) == torch.device("cuda:1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert choose_device("cuda", Ranks(1, 2, 1)) == torch.device("cuda:1")
+    Gpus(monkeypatch, 1)  # srun --gpus-per-task=1 shows each its own alone
+    assert choose_device("cuda", Ranks(1, 2, 1)) == torch.device("cuda:0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(MachineError, match="cuda:1 was asked for and 1 of that kind"):
+        choose_device("cuda", Ranks(1, 2, 1))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    for device in ("cpu", "cpu:0"):  # which processes share
+        assert choose_device(device, Ranks(1, 2, 1)) == torch.device("cpu")
+        recipe = load_recipe("recipe.yaml", [f"train.device={device}"]).recipe
+        assert plan_for(Options(nproc_per_node="2"), recipe) is not None
 
 
 def test_resume_reads_the_checkpoint_before_a_rank_starts(
@@ -621,7 +668,8 @@ def test_plain_torchrun_is_the_same_job(start: Start, folder: Path) -> None:
 def test_a_rank_that_ends_well_does_so_as_a_program_but_is_not_torn_down() -> None:
     """A native thread that wakes up while the interpreter is torn down would abort the process."""
     program = """
-import atexit, sys, threading, time
+import atexit, os, sys, threading, time
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
 from concurrent.futures import ThreadPoolExecutor
 from ampctl.distributed import member
 

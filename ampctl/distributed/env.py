@@ -15,18 +15,24 @@ from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.errors import InterruptedRunError, MachineError, PreemptedError, UsageError
 
 _KINDS = ("cuda", "xpu", "mps", "cpu")
+_CHOICE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
 def choose_device(wanted: str, ranks: Ranks = ALONE) -> torch.device:
     """Settle ``train.device``: the device itself, or the best one that is there for ``auto``.
 
     Of several processes on a machine each gets an accelerator of its own, by its local rank. Raises
-    UsageError for a name that is no device, MachineError for one that is not here.
+    UsageError for a name that is no device, and for one accelerator that several are to share;
+    MachineError for one that is not here.
     """
     if wanted == "auto":
         wanted = next(kind for kind in _KINDS if _count(kind))
     if ranks.size > 1 and wanted in ("cuda", "xpu"):
-        wanted = f"{wanted}:{ranks.local_rank}"
+        # A scheduler may show each rank its own device alone; torchrun shows all to all of them.
+        is_own = _count(wanted) == 1 and not member.is_of_torchrun()
+        wanted = f"{wanted}:{0 if is_own else ranks.local_rank}"
+    elif ranks.num_on_machine > 1 and is_one_accelerator(wanted):
+        raise one_for_several(wanted, f"{ranks.num_on_machine} ranks are on this machine")
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
@@ -37,6 +43,8 @@ def choose_device(wanted: str, ranks: Ranks = ALONE) -> torch.device:
         raise UsageError(
             f"train.device: {wanted!r} is not supported; allowed: auto, cpu, cuda, cuda:N, mps, xpu"
         )
+    if device.type == "cpu" and not device.index:
+        return torch.device("cpu")  # which any number of processes share
     count = _count(device.type)
     if count <= (device.index or 0):
         here = ", ".join(kind for kind in _KINDS if _count(kind))
@@ -46,6 +54,21 @@ def choose_device(wanted: str, ranks: Ranks = ALONE) -> torch.device:
             "Use train.device=auto, or check the driver and the torch build with `ampctl env`."
         )
     return device
+
+
+def is_one_accelerator(wanted: str) -> bool:
+    """Return whether ``train.device`` names one accelerator of its kind, as ``cuda:1`` does."""
+    kind, _, index = wanted.partition(":")
+    return kind in ("cuda", "xpu", "mps") and index.isdecimal()
+
+
+def one_for_several(wanted: str, found: str) -> UsageError:
+    """Return the error over one accelerator for several processes; ``found`` says how many."""
+    kind = wanted.partition(":")[0]
+    return UsageError(
+        f"train.device: {wanted} is one device, and {found}. Use train.device={kind}: each takes "
+        f"one of its own. Which of them the job may use, {_CHOICE.get(kind, _CHOICE['cuda'])} says."
+    )
 
 
 def _count(kind: str) -> int:

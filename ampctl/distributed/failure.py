@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_STOPPED = (PreemptedError.exit_code, InterruptedRunError.exit_code)
+_AGREED = (PreemptedError, InterruptedRunError)
+_STOPPED = tuple(each.exit_code for each in _AGREED)
 _STOPPING = {
     -signal.SIGTERM: PreemptedError.exit_code,
     -signal.SIGUSR1: PreemptedError.exit_code,
@@ -83,8 +84,8 @@ def record(error: BaseException) -> bool:
     torch.distributed.elastic.multiprocessing.errors.
     """
     name = os.environ.get(_ERROR_FILE)
-    if not name:
-        return True
+    if not name:  # of srun, say: what all ranks agree on, the first one tells
+        return not isinstance(error, _AGREED) or os.environ.get("RANK") in (None, "", "0")
     file = Path(name)
     text = f"{error}" if isinstance(error, AmpctlError) else as_traceback(error)
     of_peer = _follows_from_a_peer(error)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ampctl.distributed import failure
 from ampctl.distributed.member import LAUNCHER, STARTS
 from ampctl.distributed.plan import Options, Plan, plan_for, refuse_in_rank, with_variables
+from ampctl.distributed.srun import become_rank
 from ampctl.errors import UsageError, as_argument
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def train(
     ``init_from``: a checkpoint whose weights a new run starts from.
     """
     options = with_variables(options)
+    become_rank(options, notify)
     _import_torch(options)
     plan = plan_for(options, loaded.recipe)
     if plan is None:
@@ -81,6 +83,7 @@ def resume(
     """Go on from a checkpoint here or in ranks. Raises as :func:`train`, and CheckpointError."""
     refuse_in_rank(options)
     options = with_variables(options)
+    become_rank(options, notify)
     _import_torch(options)
     plan = None
     if options.given():  # without any, the worker alone reads the checkpoint
@@ -119,6 +122,7 @@ def evaluate(
     """
     refuse_in_rank(options)
     options = with_variables(options)
+    become_rank(options, notify)
     _import_torch(options)
     plan = None
     if options.given():

@@ -32,9 +32,14 @@ def is_rank() -> bool:
 
     A Kubernetes operator counts pods in RANK; where it sets PET_NODE_RANK it waits for a launcher.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_of_torchrun():
         return True
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys() and "PET_NODE_RANK" not in os.environ
+
+
+def is_of_torchrun() -> bool:
+    """Return whether torchrun, or ampctl's own launcher, has started this process as a rank."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def end_with_launcher() -> None:
@@ -43,7 +48,7 @@ def end_with_launcher() -> None:
     All ranks do so at once, hence they can still agree and save; one that cannot is killed. Only
     torchelastic is watched: of another launcher the parent may be a shell that comes and goes.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not is_of_torchrun():
         return
     launcher = os.getppid()
     if launcher == 1:  # it may have ended before this line was reached
@@ -61,7 +66,7 @@ def end_with_launcher() -> None:
 
 @contextmanager
 def leaving_at_its_end() -> Iterator[None]:
-    """End the process where what runs in this context ends well, and tear nothing down.
+    """End a rank where what runs in this context ends well, and tear nothing down.
 
     All that the interpreter does first is done. But a native thread of a process group that wakes
     up while the interpreter is torn down aborts it: a job that is done would end with SIGABRT. A
@@ -70,7 +75,7 @@ def leaving_at_its_end() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        if end.code:
+        if end.code or not is_rank():  # which it may have become meanwhile
             raise
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -98,7 +103,7 @@ def seconds_to_save() -> float | None:
 
     Ours waits for a save however long it takes.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get(LAUNCHER) == f"{os.getppid()}":
+    if not is_of_torchrun() or os.environ.get(LAUNCHER) == f"{os.getppid()}":
         return None
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or _TORCHRUN_S)
 

@@ -142,6 +142,11 @@ def _require_endpoint(options: Options, backend: str, nodes: int) -> None:
         )
 
 
+def highest_nnodes(options: Options) -> int:
+    """Return the most nodes that the job may have. Raises UsageError."""
+    return _nodes(options.nnodes)[1]
+
+
 def _nodes(wanted: str | None) -> tuple[int, int]:
     """Read ``N`` or ``MIN:MAX``."""
     numbers = (wanted or "1").split(":")
@@ -159,17 +164,14 @@ def _processes(wanted: str | None, device: str) -> int:
     asked = None if wanted == "auto" else int(wanted or 1)
     if asked == 1:
         return 1
-    if ":" in device:
-        if asked is None:
-            return 1
-        raise UsageError(
-            f"train.device: {device} is one device, and --nproc-per-node asks for {asked} "
-            f"processes. Use train.device={device.partition(':')[0]}: each takes its own."
-        )
     import torch
 
-    from ampctl.distributed.env import choose_device
+    from ampctl.distributed.env import choose_device, is_one_accelerator, one_for_several
 
+    if is_one_accelerator(device):
+        if asked is None:
+            return 1
+        raise one_for_several(device, f"--nproc-per-node asks for {asked} processes")
     kind = choose_device(device).type
     if kind == "cpu":
         return asked or 1

@@ -58,8 +58,13 @@ class Ranks:
         """What a command needs behind it to start as many ranks again; of several nodes dots."""
         if self.size == 1:
             return ""
-        is_one_node = _number("LOCAL_WORLD_SIZE", self.size) >= self.size
+        is_one_node = self.num_on_machine >= self.size
         return f" --nproc-per-node {self.size}" if is_one_node else " ..."
+
+    @property
+    def num_on_machine(self) -> int:
+        """How many of them this machine has; all, where the launcher does not say."""
+        return _number("LOCAL_WORLD_SIZE", self.size) if self.size > 1 else 1
 
     def any_(self, found_inf: Tensor) -> None:
         """Make a verdict (1 or 0) in place that of every rank: 1 where one of them has 1."""
