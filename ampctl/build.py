@@ -26,6 +26,7 @@ from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import WeightAverage
 from ampctl.errors import RecipeError
 from ampctl.first_weights import FirstWeights
+from ampctl.modes import set_to_train
 from ampctl.parallel import in_ddp, shard
 from ampctl.plain import masks
 from ampctl.preflight import refuse_unknown_targets, refuse_unsupported
@@ -140,7 +141,7 @@ def build_state(
     recipe = loaded.recipe
     shards = ranks.size > 1 and recipe.distributed.strategy == "fsdp"
     bare = build_model(loaded, device, spread_later=shards)
-    bare.train()
+    set_to_train(bare)
     if first_weights is not None:
         first_weights.fill(bare)
     upcast = upcast_(bare) if recipe.amp.upcast else []

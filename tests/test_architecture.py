@@ -40,6 +40,7 @@ FLOORS = {
     "ema": 1,
     "lr": 1,
     "models": 1,
+    "modes": 1,
     "optim": 1,
     "saved": 1,
     "schedules": 1,

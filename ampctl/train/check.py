@@ -17,7 +17,8 @@ from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import examine
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.doctor.replay import Replay, tried, without_scale
-from ampctl.errors import MachineError, NumericsError, RecipeError, UsageError
+from ampctl.errors import MachineError, NumericsError, RecipeError, UsageError, first_of
+from ampctl.modes import parts_in_eval_mode
 from ampctl.preflight import unknown_metric
 from ampctl.recipe.current_folder import open_current_folder
 from ampctl.recipe.load import LoadedRecipe
@@ -63,6 +64,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
     for finding in findings:
         console.warn(str(finding))
     dtype, device_type = (target.dtype, target.device_type) if target else ("", "")
+    kept = first_of(parts_in_eval_mode(state.bare))
     notes = words.without_effect(job, dtype=dtype, device_type=device_type)
     ignored = [note.removeprefix("no effect ") for note in notes]
     return {
@@ -70,6 +72,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
         **_device_and_dtype(loaded, state, target),
         "parameters": job.num_parameters,
         "steps": job.total_steps,
+        **({"eval mode": f"{kept}, as the model is built"} if kept else {}),
         **({"no effect": "; ".join(ignored)} if ignored else {}),
         "optimizer": "; ".join(_optimizer_words(updater) for updater in state.updaters),
         "first step": f"{samples} samples, loss {report.loss:.4g}, {_gradient_words(report)}",

@@ -14,6 +14,7 @@ from ampctl.amp.precision import has_float64
 from ampctl.data.loader import Borrowed, unwrapped
 from ampctl.data.move import to_device
 from ampctl.errors import UsageError
+from ampctl.modes import in_eval_mode
 from ampctl.state import TrainState
 
 
@@ -32,17 +33,13 @@ def evaluate(
     # Each rank's statistics are of its own batches: all evaluate what a checkpoint holds.
     state.buffers.follow_first(state.ranks)
     state.buffers.snapshot()
-    modes = {module: module.training for module in state.bare.modules()}
-    state.bare.eval()
     try:
-        with torch.no_grad(), rng.preserved(state.device):
+        with in_eval_mode(state.bare), torch.no_grad(), rng.preserved(state.device):
             if state.ema is None:
                 return _means(state, batches, proceed)
             with state.ema.applied():
                 return _means(state, batches, proceed)
     finally:
-        for module, training in modes.items():
-            module.training = training
         state.buffers.restore(torch.ones((), device=state.device))
 
 

@@ -9,6 +9,7 @@ from ampctl import preflight
 from ampctl.build import Job, micro_batch_size
 from ampctl.doctor.nonfinite import Diagnosis
 from ampctl.errors import as_argument, first_of
+from ampctl.modes import parts_in_eval_mode
 from ampctl.optim import describe_groups
 from ampctl.state import Progress, StepReport
 from ampctl.train.folder import RECIPE
@@ -59,6 +60,8 @@ def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
     if state.module_dtypes:
         names = ", ".join(f"{name} in {dtype}" for name, dtype in state.module_dtypes.items())
         lines.append(f"apart: {names}")
+    if kept := parts_in_eval_mode(state.bare):
+        lines.append(f"left in eval mode, as the model is built: {first_of(kept)}")
     for updater in state.updaters:
         groups = updater.optimizer.param_groups
         if updater.name or len(groups) > 1:

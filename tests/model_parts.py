@@ -1,0 +1,53 @@
+"""Models, tasks and optimizers of a user's own that do more than compute: modes, weights, state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Frozen(nn.Module):
+    """A frozen backbone in eval mode under a head that trains; ``whole``: all in eval mode."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.backbone.requires_grad_(False).eval()
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(8, 4)
+        if whole:
+            self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        modes = (self.training, self.dropout.training, any(m.training for m in self.backbone))
+        if torch.is_grad_enabled():
+            assert modes == (True, True, False), modes
+        return self.head(self.dropout(self.backbone(x)))
+
+
+class Keeps(Frozen):
+    """Sees to its backbone's mode itself, and counts how often it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[bool] = []
+        self.backbone.train()
+
+    def train(self, mode: bool = True) -> Keeps:
+        super().train(mode)
+        self.backbone.eval()
+        self.told.append(mode)
+        return self
+
+
+class Both:
+    """One turn for the only optimizer, by name; the task of ``losses``."""
+
+    def losses(self, model: nn.Module, batch: Any) -> Any:
+        yield "all", self.loss(model, batch)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]).float(), batch[1])
