@@ -240,6 +240,13 @@ def _names_for(
     return frozenset(name for name, value in probe.state[tiny].items() if value is not None)
 
 
+def leave_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer step by another kernel than the fused one, which it was built with."""
+    for group in optimizer.param_groups:
+        group["fused"] = False
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+
 def make_skippable(optimizer: torch.optim.Optimizer, at: str = "optimizer") -> None:
     """Let a fused SGD with momentum survive that its very first step is skipped.
 

@@ -198,7 +198,7 @@ def _unscale_and_clip(
     state: TrainState, updater: Updater, figures: dict[str, Tensor], *, measure: bool
 ) -> Tensor:
     """Unscale, then measure, then clip: never in another order. Return ``found_inf``."""
-    groups, ranks = gradients.gather(updater.parameters), state.ranks
+    groups, ranks = gradients.gather(updater.parameters, updater.take_sparse), state.ranks
     if not groups and all(parameter.grad is None for parameter in updater.parameters):
         raise no_gradient(state, updater)
     name = updater.name

@@ -29,12 +29,14 @@ _FUSED_DEVICES = ("cpu", "cuda", "xpu")  # the kernels of MPS do not look at fou
 class Updater:
     """One optimizer, its parameters and its schedule; ``name`` is ``""`` where it is the only one.
 
-    ``lr`` is the rate of the group with most parameters.
+    ``lr`` is the rate of the group with most parameters. ``may_leave_fused``: the recipe leaves the
+    choice of a kernel to us.
     """
 
     name: str
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
+    may_leave_fused: bool = False
     parameters: Sequence[nn.Parameter] = field(init=False)
     closure: bool = field(init=False)
     _largest_group: int = field(init=False)
@@ -51,6 +53,11 @@ class Updater:
         """The present learning rate."""
         rate = self.optimizer.param_groups[self._largest_group]["lr"]
         return float(rate)  # sync: where somebody made it a tensor
+
+    def take_sparse(self) -> None:
+        """Step without the fused kernel from now on: it takes no sparse gradient."""
+        if self.may_leave_fused:
+            optim.leave_fused(self.optimizer)
 
 
 def key(figure: str, name: str) -> str:
@@ -106,7 +113,8 @@ def _updater(
     chosen = name if name in schedules else ""
     at = block_key("scheduler", chosen)
     schedule = _build_learning_rate(loaded, at, schedules.get(chosen), optimizer, total_steps)
-    return Updater(name, optimizer, schedule)
+    chosen_here = not any(kernel in block for kernel in optim.KERNEL_CHOICES)
+    return Updater(name, optimizer, schedule, may_leave_fused=chosen_here)
 
 
 def _build_optimizer(
@@ -117,7 +125,7 @@ def _build_optimizer(
     part: Collection[nn.Parameter],
     device: torch.device,
 ) -> torch.optim.Optimizer:
-    """Build an optimizer over named parameters, fused where the device has such a kernel."""
+    """Build an optimizer over named parameters, fused where device and parameters allow it."""
     globs = block.get("groups")
     block = {name: value for name, value in block.items() if name not in ("groups", "params")}
     signature = parameters_of(locate(block[TARGET]))
@@ -132,9 +140,9 @@ def _build_optimizer(
         key=child(key, "groups"),
         where=loaded.place(child(key, "groups")),
     )
-    dense = not any(getattr(module, "sparse", False) is True for module in model.modules())
-    plain = not dense or bool(block.get("dampening"))  # see optim.make_skippable
-    fusable = device.type in _FUSED_DEVICES and not plain and "fused" in options
+    fusable = device.type in _FUSED_DEVICES and "fused" in options
+    fusable &= not block.get("dampening")  # see optim.make_skippable
+    fusable &= all(parameter.is_floating_point() for parameter in part)  # complex is not
     sharded = any(map(is_sharded, part))
     if sharded and block.get("fused") and not _steps_shards(block):
         message = f"the fused kernel of {block[TARGET]} does not take parameters sharded by fsdp"

@@ -51,3 +51,36 @@ class Both:
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+class Complex(nn.Module):
+    """A layer with complex weights between two of another dtype, and an empty parameter.
+
+    torch leaves the gradient of a conjugated one conjugated.
+    """
+
+    def __init__(self, dtype: str = "float32", conjugates: bool = True) -> None:
+        super().__init__()
+        self.conjugates = conjugates
+        self.first = nn.Linear(8, 6, dtype=getattr(torch, dtype))
+        self.head = nn.Linear(6, 4)
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.shift = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x.to(self.first.weight.dtype)).float()
+        shift = self.shift.conj() if self.conjugates else self.shift
+        spectrum = torch.fft.rfft(first) * self.filter + shift
+        return self.head(torch.fft.irfft(spectrum, n=6) + self.nothing.sum())
+
+
+class FunctionalBag(nn.Module):
+    """Sparse gradients that no module announces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(12, 4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.table, sparse=True).mean(1)

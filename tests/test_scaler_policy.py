@@ -324,3 +324,36 @@ def test_a_ceiling_needs_no_float64_where_a_device_has_none(
             scaler.update(torch.zeros(()))
     assert scaler.current_scale.item() == 2.0**128 * 0.75
     assert torch.float64 not in seen
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a10_one_bad_gradient_among_finite_ones_is_found(
+    place: int, dtype: torch.dtype, enabled: bool
+) -> None:
+    """Beside others of its own dtype, which are looked at together."""
+    group = [torch.ones(2, dtype=dtype) for _ in range(3)]
+    group[place][1] = math.inf
+    scaler = make(AmpConfig(init_scale=2.0), enabled=enabled)
+    assert scaler.unscale_([group]).item() == 1
+    assert scaler.unscale_([[torch.ones(2, dtype=dtype)], group]).item() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a10_clip_value_limits_on_both_sides(dtype: torch.dtype) -> None:
+    group = [torch.tensor([-3.0, -0.25, 0.25, 3.0], dtype=dtype), torch.tensor([-9.0], dtype=dtype)]
+    gradients.clip_value_([group], 0.5)
+    assert [each.tolist() for each in group] == [[-0.5, -0.25, 0.25, 0.5], [-0.5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a10_norms_of_half_precision_gradients_add_up_in_float32(dtype: torch.dtype) -> None:
+    """One norm in half precision would have lost digits, and its square might be inf."""
+    group = [torch.full((1000,), 0.1, dtype=dtype), torch.full((3,), 300.0, dtype=dtype)]
+    norm = gradients.total_norm([group])
+    exact = torch.linalg.vector_norm(torch.cat(group).double())
+    assert norm.dtype is torch.float32
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
+    largest = [torch.full((4,), torch.finfo(dtype).max / 4, dtype=dtype)]
+    assert math.isfinite(gradients.total_norm([largest]).item()) or dtype is torch.bfloat16

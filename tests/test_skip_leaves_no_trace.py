@@ -61,6 +61,31 @@ class InstanceNorm(Base):
         return self.norm(x.view(-1, 2, 3)).flatten(1)
 
 
+class SharesStatistics(Base):
+    """Two BatchNorms with one running mean and variance; each writes into both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+        self.two.running_mean, self.two.running_var = self.one.running_mean, self.one.running_var
+
+    def between(self, x: Tensor) -> Tensor:
+        assert self.one.running_mean is self.two.running_mean
+        assert self.one.running_var is self.two.running_var
+        return self.two(F.relu(self.one(x)))
+
+
+class ReplacesStatistics(BatchNorm):
+    """BatchNorm whose statistics are new tensors after each forward pass."""
+
+    def between(self, x: Tensor) -> Tensor:
+        normed = super().between(x)
+        if self.norm.training:
+            self.norm.running_mean = self.norm.running_mean.clone() * 0.99
+            self.norm.running_var = self.norm.running_var + 0.01
+        return normed
+
+
 class Replaces(Base):
     """Puts new tensors in its buffers' places instead of writing into them."""
 
@@ -161,6 +186,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "batchnorm": BatchNorm,
     "batchnorm-cumulative": lambda: BatchNorm(momentum=None),
     "instancenorm": InstanceNorm,
+    "shares-statistics": SharesStatistics,
+    "replaces-statistics": ReplacesStatistics,
     "replaces": Replaces,
     "grows": Grows,
     "late": Late,
@@ -242,6 +269,8 @@ def build(
 @example("unshares", "adagrad-fused", "onecycle", "float32", [0, 1], math.nan, None, 1)
 @example("empty", "sgd-default", "step", "float32", [0, 0], math.nan, None, 1)
 @example("shares", "rmsprop-default", "onecycle", "float32", [0, 4], math.inf, 1.0, 1)
+@example("shares-statistics", "adam-fused", "none", "float32", [0, 3], math.nan, None, 1)
+@example("replaces-statistics", "sgd-fused", "none", "bfloat16", [0, 3], math.nan, None, 2)
 @example("tied", "adagrad-foreach", "cosine", "bfloat16", [2, 2], math.nan, 1.0, 2)
 def test_a_run_with_bad_batches_ends_as_the_run_without(
     model: str,
@@ -357,3 +386,19 @@ def test_what_an_evaluation_puts_into_a_buffer_stays_when_the_next_step_is_skipp
     run(state, [[spoil(batches(1)[0])]])
     assert (int(model.seen), seen) == (3, 3)
     assert torch.equal(model.mean, mean)
+
+
+@pytest.mark.parametrize("model", ["shares-statistics", "replaces-statistics"])
+def test_a10_statistics_that_are_shared_or_replaced_survive_a_skip(model: str) -> None:
+    torch.manual_seed(0)
+    net = MODELS[model]()
+    state = build(net, "sgd-fused", "none", "float32", None)
+    run(state, [[batch] for batch in batches(2)])
+    before = copy.deepcopy(net.state_dict())
+    (report,) = run(state, [[spoil(batches(1, seed=5)[0], math.nan)]])
+    assert report.skipped
+    assert_same(net.state_dict(), before)
+    run(state, [[batch] for batch in batches(1, seed=6)])
+    moved = [name for name in before if "running" in name]
+    assert moved
+    assert not any(torch.equal(net.state_dict()[name], before[name]) for name in moved)

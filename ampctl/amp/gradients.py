@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,14 @@ _CACHED_ELEMENTS = 2**18  # a block that is read several times while a core's ca
 _QUEUED_ELEMENTS = 2**24  # on an accelerator: few kernels, whose temporary memory is still small
 
 
-def gather(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+def gather(
+    parameters: Sequence[nn.Parameter], on_sparse: Callable[[], None] | None = None
+) -> list[list[Tensor]]:
     """Collect the gradients that exist, in one list for each device and dtype.
 
     A sparse gradient is coalesced (in place on the parameter) and stands with its values, a complex
     one with its real and imaginary parts, one that is spread over ranks with this rank's part.
+    ``on_sparse`` is called for each that is sparse.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
@@ -29,6 +32,8 @@ def gather(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
             # Uncoalesced entries of one row would be measured and clipped one by one.
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
+            if on_sparse is not None:
+                on_sparse()
         elif gradient.is_conj():
             parameter.grad = gradient = gradient.resolve_conj()
         if gradient.is_complex():
