@@ -21,7 +21,7 @@ from ampctl.buffers import BufferGuard
 from ampctl.data.loader import EvalData, MapData, TrainData
 from ampctl.data.order import Order
 from ampctl.data.stream import StreamData
-from ampctl.distributed.env import choose_device
+from ampctl.distributed.env import choose_device, use_device
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import WeightAverage
 from ampctl.errors import RecipeError
@@ -94,9 +94,7 @@ def settle_device(recipe: Recipe, ranks: Ranks = ALONE) -> tuple[torch.device, P
     """Choose device and dtype, and let torch know of them. Raises MachineError, UsageError."""
     device = choose_device(recipe.train.device, ranks)
     precision = choose_precision(recipe.amp.dtype, device, cache_enabled=recipe.amp.cache_enabled)
-    if device.type in ("cuda", "xpu"):
-        # Events, generators and kernels of libraries go to the current device unless told.
-        torch.get_device_module(device).set_device(device.index or 0)
+    use_device(device)
     if recipe.train.deterministic:
         # cuBLAS reads this when it is first used; without it torch refuses matrix products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -165,7 +163,7 @@ def build_state(
         local = compiled(loaded, bare, task)
     set_accuracy(recipe.amp)
     return TrainState(
-        model=in_ddp(loaded, local, device, task, ranks),
+        model=in_ddp(loaded, local, task, ranks),
         local=local,
         bare=bare,
         ranks=ranks,

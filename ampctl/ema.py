@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from ampctl.distributed.shard import is_sharded, local, regather
 
+_MOST_AT_ONCE = 1 << 24
+"""So many values are moved at once, or a single larger tensor: each needs room for a difference."""
+
 
 class WeightAverage:
     """Keep ``average = decay * average + (1 - decay) * weights`` over applied updates.
@@ -43,11 +46,15 @@ class WeightAverage:
             averages = [averages[place] for place in places]
         if not weights:
             return
-        weights, averages = [_part(each) for each in weights], [_part(each) for each in averages]
         share = (1.0 - self.decay) * (1.0 - found_inf)
-        shares = {dtype: share.to(dtype) for dtype in {w.dtype for w in weights}}
-        per_weight: Any = [shares[weight.dtype] for weight in weights]  # the stub has numbers only
-        torch._foreach_lerp_(averages, weights, per_weight)
+        for some, theirs in _alike([_part(w) for w in weights], [_part(a) for a in averages]):
+            weight: Any = share.to(some[0].dtype)
+            if _is_one_pass(weight):  # the stub has numbers only
+                torch._foreach_lerp_(theirs, some, [weight] * len(some))
+            else:
+                moved = torch._foreach_sub(some, theirs)
+                torch._foreach_mul_(moved, weight)
+                torch._foreach_add_(theirs, moved)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -87,6 +94,33 @@ class WeightAverage:
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if id(parameter) in self._place:
                 self._average[self._place[id(parameter)]].copy_(state[name])
+
+
+def _alike(
+    weights: Sequence[Tensor], averages: Sequence[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Divide weights and averages into lists of one dtype, none of them much above the bound."""
+    lists: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for weight, average in zip(weights, averages, strict=True):
+        dtype = weight.dtype
+        some, theirs = lists.setdefault(dtype, ([], []))
+        some.append(weight)
+        theirs.append(average)
+        sizes[dtype] = sizes.get(dtype, 0) + weight.numel()
+        if sizes[dtype] >= _MOST_AT_ONCE:
+            yield lists.pop(dtype)
+            del sizes[dtype]
+    yield from lists.values()
+
+
+def _is_one_pass(weight: Tensor) -> bool:
+    """Return whether a lerp with this weight is the cheapest: one pass over the memory.
+
+    Where the weight is on an accelerator, a lerp takes a kernel a tensor, and three operations of
+    many tensors take a kernel each.
+    """
+    return weight.is_cpu
 
 
 def _part(value: Tensor) -> Tensor:

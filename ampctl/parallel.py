@@ -32,9 +32,7 @@ def shard(
     return replace(ranks, shards=True, shares_verdict=True), blocks
 
 
-def in_ddp(
-    loaded: LoadedRecipe, model: nn.Module, device: torch.device, task: Task, ranks: Ranks
-) -> nn.Module:
+def in_ddp(loaded: LoadedRecipe, model: nn.Module, task: Task, ranks: Ranks) -> nn.Module:
     """Let several ranks average their gradients; a sharded model does so itself."""
     if ranks.size == 1 or ranks.shards:
         return model
@@ -44,7 +42,7 @@ def in_ddp(
         return model
     return DistributedDataParallel(
         model,
-        device_ids=[device.index] if device.type in ("cuda", "xpu") else None,
+        # Not device_ids, for which DDP would walk each batch: it is on the device already.
         find_unused_parameters=loaded.recipe.distributed.find_unused_parameters,
         gradient_as_bucket_view=False,  # gradients are dropped and read as tensors of their own
     )

@@ -5,8 +5,6 @@ Also finds the tensors that are not finite. Files are left to `checkpoint`.
 
 from __future__ import annotations
 
-import mmap
-import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -21,78 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from ampctl.distributed.shard import is_sharded, local
 from ampctl.errors import CheckpointError
+from ampctl.host_memory import HostMemory
 
 _ATOMS = frozenset({NoneType, bool, int, float, str, bytes, torch.dtype, torch.Size})
-
-
-class HostMemory:
-    """Host memory for copies of a state, kept from one to the next, which then needs no new pages.
-
-    A copy that was made in it is gone once the next one begins. `prepare` makes it before the first
-    one, of whose time new pages would be two thirds. What comes from CUDA and XPU goes
-    to page-locked ("pinned") memory, into which these devices copy by themselves.
-    Source: https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
-        self._used: dict[str, Tensor] = {}
-        self._devices: set[torch.device] = set()
-        self._maker: threading.Thread | None = None
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether it is there, or being made."""
-        return self._maker is not None or bool(self._held)
-
-    def prepare(self, value: Any) -> None:
-        """Begin to make the memory for a copy of a nest of state, in a thread of its own.
-
-        Raises CheckpointError for what no checkpoint can hold.
-        """
-        wanted: dict[str, Tensor] = {}
-
-        def want(path: str, tensor: Tensor) -> Tensor:
-            wanted[path] = tensor
-            return tensor
-
-        _copy(value, "", _Copies({}, {}, want))
-        self._maker = threading.Thread(target=self._make, args=(wanted,), name="host memory")
-        self._maker.start()
-
-    def _make(self, wanted: dict[str, Tensor]) -> None:
-        for path, value in wanted.items():
-            try:
-                host = _room(value)
-            except (RuntimeError, MemoryError):  # there is not enough: for the copy to say
-                return
-            if not host.is_pinned():
-                stored = local(host).untyped_storage()
-                torch.empty(0, dtype=torch.uint8).set_(stored).numpy()[:: mmap.PAGESIZE] = 0
-            self._held[path] = host
-
-    def copy(self, path: str, value: Tensor) -> Tensor:
-        """Return a dense copy of a tensor (or this rank's part), complete once `settle` was called.
-
-        A sharded one stays sharded.
-        """
-        if self._maker is not None:
-            self._maker.join()
-            self._maker = None
-        host = self._held.pop(path, None)
-        if host is None or not _are_alike(host, value):
-            host = _room(value)
-        local(host).copy_(local(value), non_blocking=_is_pinned(value))
-        self._used[path] = host
-        if _is_pinned(value):
-            self._devices.add(value.device)
-        return host
-
-    def settle(self) -> None:
-        """Wait for the copies that were begun, and give back what none of them needed."""
-        for device in self._devices:
-            torch.get_device_module(device).synchronize(device)  # sync: at saves
-        self._held, self._used, self._devices = self._used, {}, set()
 
 
 def snapshot(
@@ -119,9 +48,19 @@ def snapshot(
     return copied
 
 
-def require_plain(value: Any, path: str = "") -> None:
-    """Raise CheckpointError for what `snapshot` cannot copy, without a copy of what it can."""
-    _copy(value, path, _Copies({}, {}, lambda _, tensor: tensor))
+def copied_tensors(value: Any, path: str = "") -> dict[str, Tensor]:
+    """Return by dotted path the dense tensors that `snapshot` copies, without copying them.
+
+    Raises CheckpointError for what it cannot copy.
+    """
+    found: dict[str, Tensor] = {}
+
+    def note(place: str, tensor: Tensor) -> Tensor:
+        found[place] = tensor
+        return tensor
+
+    _copy(value, path, _Copies({}, {}, note))
+    return found
 
 
 def nonfinite(value: Any, path: str = "", *, by_design: Collection[str] = ()) -> list[str]:
@@ -218,31 +157,6 @@ def _copy_tensor(value: Tensor, path: str, copies: _Copies) -> Tensor:
         copied = copies.dense(path, value)
         copies.whole[same] = copied
     return copied
-
-
-def _is_pinned(value: Tensor) -> bool:
-    """Return whether a copy of a tensor goes to page-locked memory."""
-    return value.device.type in ("cuda", "xpu")
-
-
-def _room(value: Tensor) -> Tensor:
-    """Return a host tensor to copy another one to."""
-    if _is_pinned(value) or is_sharded(value):
-        return torch.empty_like(value, device="cpu", pin_memory=_is_pinned(value))
-    # NumPy asks for huge pages, and half of the time of a first copy goes into small ones.
-    strides = torch.empty_like(value, device="meta").stride()
-    memory = torch.from_numpy(np.empty(value.nbytes, np.uint8))
-    return memory.view(value.dtype).as_strided(value.shape, strides)
-
-
-def _are_alike(host: Tensor, value: Tensor) -> bool:
-    """Return whether a host tensor is what a copy of another tensor needs."""
-    own, other = local(host), torch.empty_like(local(value), device="meta")
-    return (
-        type(host) is type(value)
-        and host.shape == value.shape
-        and (own.dtype, own.shape, own.stride()) == (other.dtype, other.shape, other.stride())
-    )
 
 
 def _copy_array(value: np.ndarray[Any, Any], path: str) -> Tensor:

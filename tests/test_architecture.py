@@ -20,6 +20,7 @@ FLOORS = {
     "errors": 0,
     "recipe": 0,
     "rng": 0,
+    "host_memory": 1,
     "plain": 1,
     "monitor": 1,
     "environment": 1,

@@ -12,7 +12,7 @@ import torch
 from processes import DEADLINE_S, read_events
 from test_resume_exact import RECIPE, STEPS, assert_same, last, train
 
-from ampctl import plain
+from ampctl import host_memory, plain
 from ampctl.checkpoint import disk, file
 from ampctl.errors import MachineError
 from ampctl.step import train_step
@@ -135,14 +135,14 @@ def test_a_save_is_told_once_it_is_on_the_disk_not_at_the_next_one(
 def test_the_memory_of_the_first_copy_is_made_while_training_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    room, made_in = plain._room, []
+    room, made_in = host_memory._room, []
 
     def noted(value: torch.Tensor) -> torch.Tensor:
         if value.is_floating_point():
             made_in.append(threading.current_thread().name)
         return room(value)
 
-    monkeypatch.setattr(plain, "_room", noted)
+    monkeypatch.setattr(host_memory, "_room", noted)
     run_dir = train("d", "checkpoint.every_steps=4", ASYNCHRONOUS)
     saved = last(run_dir)
     kept = {key: saved[key] for key in ("model", "optimizer", "ema")}

@@ -17,7 +17,7 @@ import torch
 from ampctl.amp import gradients
 from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
-from ampctl.plain import HostMemory
+from ampctl.host_memory import HostMemory
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 DTYPES = ("float32", "bfloat16", "float16")

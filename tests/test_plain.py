@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from ampctl import plain
+from ampctl import host_memory
 from ampctl.errors import CheckpointError
-from ampctl.plain import HostMemory, nonfinite, snapshot
+from ampctl.host_memory import HostMemory
+from ampctl.plain import copied_tensors, nonfinite, snapshot
 
 
 class Colour(enum.Enum):
@@ -203,7 +204,7 @@ def test_memory_that_was_made_before_is_that_of_the_first_copy():
     state = {"large": torch.randn(300, 1000), "half": torch.randn(7).bfloat16()}
     state["tied"] = state["large"]
     assert not memory.is_prepared
-    memory.prepare(state)
+    memory.prepare(copied_tensors(state))
     assert memory.is_prepared
     copy = snapshot({**state, "later": torch.ones(3)}, memory=memory)
     assert memory.is_prepared
@@ -218,8 +219,8 @@ def test_memory_that_cannot_be_made_before_is_left_to_the_copy(monkeypatch: pyte
 
     memory, state = HostMemory(), {"large": torch.randn(300, 1000)}
     with monkeypatch.context() as patch:
-        patch.setattr(plain, "_room", refused)
-        memory.prepare(state)
+        patch.setattr(host_memory, "_room", refused)
+        memory.prepare(copied_tensors(state))
         with pytest.raises(MemoryError):
             snapshot(state, memory=memory)
     assert torch.equal(snapshot(state, memory=memory)["large"], state["large"])

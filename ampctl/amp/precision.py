@@ -110,6 +110,8 @@ def choose_precision(wanted: str, device: torch.device, *, cache_enabled: bool =
 def set_accuracy(amp: AmpConfig) -> None:
     """Settle how matrix products are computed, whatever a user's module has set on import."""
     torch.set_float32_matmul_precision(amp.matmul_precision)
+    # cuDNN has a switch of its own for convolutions, which torch leaves on.
+    torch.backends.cudnn.allow_tf32 = amp.matmul_precision != "highest"
     matmul = torch.backends.cuda.matmul
     matmul.allow_fp16_reduced_precision_reduction = amp.reduced_precision_reduction
     matmul.allow_bf16_reduced_precision_reduction = amp.reduced_precision_reduction

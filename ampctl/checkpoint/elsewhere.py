@@ -22,7 +22,7 @@ class Elsewhere:
     def __init__(self, run_dir: Path, *, asynchronous: bool, writers: Writers | None) -> None:
         self._folder = run_dir / FOLDER
         self._writers = writers
-        self._flight = Flight(asynchronous)
+        self._flight = Flight(asynchronous, writers.device if writers else None)
 
     def save(self, shards: Mapping[str, Tensor], *, step: int) -> None:
         """Write this rank's part. Waits for the save before it, and raises that one's error."""

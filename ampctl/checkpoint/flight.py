@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from ampctl.distributed.env import use_device
 
 
 @dataclass(frozen=True)
@@ -24,10 +29,16 @@ class Saved:
 
 
 class Flight:
-    """At most one piece of work at a time, in a thread where it is ``asynchronous``."""
+    """At most one piece of work at a time, in a thread where it is ``asynchronous``.
 
-    def __init__(self, asynchronous: bool) -> None:
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+    ``device``: the one that the work may use, if it uses any.
+    """
+
+    def __init__(self, asynchronous: bool, device: torch.device | None = None) -> None:
+        self._thread = None
+        if asynchronous:
+            begin = partial(use_device, device) if device is not None else None
+            self._thread = ThreadPoolExecutor(1, "checkpoint", begin)
         self._in_flight: Future[None] | None = None
 
     def start(self, work: Callable[..., None], *arguments: Any) -> None:

@@ -205,7 +205,8 @@ def _write_parts(
             quiet.setLevel(logging.ERROR)
             save(
                 dict(shards),
-                storage_writer=FileSystemWriter(told, thread_count=1),
+                # Copies ahead would go over a stream of the current device, and wait for the step.
+                storage_writer=FileSystemWriter(told, thread_count=1, per_thread_copy_ahead=0),
                 process_group=writers.group,
             )
         own = [*told.glob(f"__{writers.rank}_*.distcp"), *([told / _METADATA] if folder else [])]

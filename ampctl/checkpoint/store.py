@@ -88,7 +88,7 @@ class Store:
         self._keep_best = keep_best
         self._monitor = monitor
         self._mode: Mode = mode
-        self._flight = Flight(asynchronous)
+        self._flight = Flight(asynchronous, writers.device if writers else None)
         self._saved: deque[Saved] = deque()
         self._proved = False
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,13 +39,24 @@ def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) 
             for name, part in batch.items()
         }
     if hasattr(batch, "to"):  # BatchEncoding and the like
-        return batch.to(device)
+        return batch.to(device, **_without_waiting(getattr(type(batch), "to", None)))
     if isinstance(batch, dict):
         subclass: Any = copy.copy(batch)
         for name, part in batch.items():
             subclass[name] = to_device(part, device, channels_last=channels_last)
         return subclass
     return batch
+
+
+@cache
+def _without_waiting(to: Callable[..., Any] | None) -> dict[str, bool]:
+    """Return the argument that keeps the host from waiting for a copy, where ``to`` takes it."""
+    try:
+        parameters = inspect.signature(to).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # not of the class, or of an extension that does not tell
+        return {}
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {"non_blocking": True} if takes_any or "non_blocking" in parameters else {}
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -71,6 +71,17 @@ def one_for_several(wanted: str, found: str) -> UsageError:
     )
 
 
+def use_device(device: torch.device) -> None:
+    """Make an accelerator the current one of this thread.
+
+    Events, generators, page-locked memory and kernels of libraries go to the current device unless
+    told otherwise. A new thread has device 0, and what it does there opens a context of some
+    hundred megabytes on a GPU that belongs to another rank.
+    """
+    if device.type in ("cuda", "xpu"):
+        torch.get_device_module(device).set_device(device.index or 0)
+
+
 def _count(kind: str) -> int:
     if kind == "cuda":
         return torch.cuda.device_count() if torch.cuda.is_available() else 0

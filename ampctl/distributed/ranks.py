@@ -183,10 +183,12 @@ class Writers:
     """The ranks of a job as those who write a checkpoint together, while the training goes on.
 
     In a group of their own: what a thread sends must not come between what the step sends.
+    ``device``: what holds this rank's part of the state.
     """
 
-    def __init__(self, ranks: Ranks, minutes: float) -> None:
+    def __init__(self, ranks: Ranks, minutes: float, device: torch.device) -> None:
         self.rank = ranks.rank
+        self.device = device
         self._size = ranks.size
         self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
 

@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ampctl.distributed import ranks as job
 from ampctl.distributed.attendance import Attendance
-from ampctl.distributed.env import choose_device
+from ampctl.distributed.env import choose_device, use_device
 from ampctl.distributed.meet import Meeting
 from ampctl.distributed.member import is_restarted
 from ampctl.distributed.ranks import Ranks
@@ -56,8 +54,8 @@ def joined(loaded: LoadedRecipe) -> Iterator[Place]:
     """Join the other processes of the job, if there are any, while the context is open."""
     ranks, config = job.from_environment(), loaded.recipe.distributed
     device = choose_device(loaded.recipe.train.device, ranks)
-    if device.type in ("cuda", "xpu") and ranks.size > 1:
-        torch.get_device_module(device).set_device(device)
+    if ranks.size > 1:
+        use_device(device)
     minutes = config.timeout_minutes
     with job.joined(ranks, backend=config.backend, device=device, minutes=minutes) as meeting:
         # A connection of its own: what waits in the store does not hold up who asks it.

@@ -14,7 +14,7 @@ from ampctl.checkpoint.store import Store
 from ampctl.distributed.attendance import Attendance
 from ampctl.distributed.heed import Heed
 from ampctl.errors import as_argument
-from ampctl.plain import HostMemory
+from ampctl.host_memory import HostMemory
 from ampctl.state import Progress
 from ampctl.train.log import RunLog
 

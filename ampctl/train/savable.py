@@ -59,7 +59,7 @@ def _problem(job: Job, key: str, part: Any, path: str, take: Callable[[], Any]) 
             message = f"{kind}.state_dict() gives no `state` and `param_groups`, as torch's do"
             return job.loaded.problem(key, message, _ADVICE)
     try:
-        plain.require_plain(state, path)
+        plain.copied_tensors(state, path)
     except CheckpointError as error:
         return job.loaded.problem(key, f"{kind}: {error}")
     return None

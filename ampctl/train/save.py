@@ -81,7 +81,7 @@ def prepare(run: Run) -> None:
         refuse_unsavable(run.job, begun=True)
         run.is_savable = True
     if run.memory is not None and not run.memory.is_prepared:
-        run.memory.prepare(run.job.state.parts())
+        run.memory.prepare(plain.copied_tensors(run.job.state.parts()))
 
 
 def save(run: Run) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ampctl import environment, plain
+from ampctl import environment
 from ampctl.build import Job
 from ampctl.checkpoint import lock
 from ampctl.checkpoint.abandoned import ABANDONED, abandon_after
@@ -32,6 +32,7 @@ from ampctl.errors import (
     PreemptedError,
     UsageError,
 )
+from ampctl.host_memory import HostMemory
 from ampctl.recipe import current_folder, trust
 from ampctl.recipe.load import LoadedRecipe, recipe_changes
 from ampctl.track.console import Console
@@ -212,7 +213,7 @@ def _run(
         place.begun.mark(run_dir)
         minutes = job.recipe.distributed.timeout_minutes
         every = job.state.ranks
-        writers = Writers(every, minutes) if every.shards else None
+        writers = Writers(every, minutes, job.state.device) if every.shards else None
         # It may make the room that all else needs.
         store = open_store(job, run_dir, origin, writers, console)
         # A commit tells of code that nothing here can import; and git runs what a repository says.
@@ -283,7 +284,7 @@ def _fit(
         files_kept=checkpoint.keep_last + checkpoint.keep_best,
     )
     copies = checkpoint.asynchronous and (ranks.is_first or ranks.shards)
-    memory = plain.HostMemory() if copies else None
+    memory = HostMemory() if copies else None
     run = Run(job, run_dir, store, log, Heed(signals, ranks), attendance, facts, memory)
     if origin is not None:
         run.saved_step = job.state.progress.step

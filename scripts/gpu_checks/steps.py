@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import ampctl
+from ampctl.host_memory import HostMemory
 from ampctl.models import GPT
-from ampctl.plain import HostMemory, snapshot
+from ampctl.plain import copied_tensors, snapshot
 from ampctl.state import TrainState
 from ampctl.step import train_step
 from gpu_checks import parts
@@ -136,7 +137,7 @@ def host_copy(setup: Setup) -> Finding:
     for step in range(3):
         parts.run(state, [[parts.moved(parts.image_batch(6, seed=step), setup.device)]])
         if not memory.is_prepared:
-            memory.prepare(state.parts())
+            memory.prepare(copied_tensors(state.parts()))
         saved = state.state_dict()
         copy_ = snapshot(saved, memory=memory)
         difference = first_difference(copy_, snapshot(saved))
