@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from ampctl import optim, rng
@@ -28,13 +27,13 @@ from ampctl.errors import RecipeError
 from ampctl.first_weights import FirstWeights
 from ampctl.modes import set_to_train
 from ampctl.parallel import in_ddp, shard
+from ampctl.parts import build_model, build_part, build_task, length_of, wrong
 from ampctl.plain import masks
 from ampctl.preflight import refuse_unknown_targets, refuse_unsupported
 from ampctl.recipe.load import LoadedRecipe
-from ampctl.recipe.schema import TARGET, Recipe
-from ampctl.recipe.target import build
+from ampctl.recipe.schema import Recipe
 from ampctl.state import TrainState
-from ampctl.tasks import Task, as_task, asks_for, has_own, why_not_called
+from ampctl.tasks import Task, asks_for, has_own, why_not_called
 from ampctl.updater import Updater, build_updaters
 
 _RANK_STREAM = 4
@@ -79,7 +78,7 @@ def build_job(
     train_data = _build_train_data(loaded, device, ranks)
     eval_data = build_eval_data(loaded, device, ranks)
     if recipe.train.early_stop is not None and eval_data is None:
-        raise _error(loaded, "train.early_stop", "there is no data.eval to watch a metric of")
+        raise wrong(loaded, "train.early_stop", "there is no data.eval to watch a metric of")
     total_steps = _total_steps(loaded, train_data.steps_per_epoch)
     # The weights depend on the seed alone, not on what building the data drew.
     rng.seed_everything(recipe.seed)
@@ -101,30 +100,6 @@ def settle_device(recipe: Recipe, ranks: Ranks = ALONE) -> tuple[torch.device, P
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     return device, precision
-
-
-def build_model(
-    loaded: LoadedRecipe, device: torch.device, *, spread_later: bool = False
-) -> nn.Module:
-    """Build the bare model on a device, in the memory format that the recipe wants.
-
-    ``spread_later``: leave it where it was built, because it is sharded, which moves it part by
-    part.
-    """
-    recipe = loaded.recipe
-    model = build_part(loaded, "model", recipe.model)
-    if not isinstance(model, nn.Module):
-        found = type(model).__name__
-        raise _error(loaded, "model", f"{recipe.model[TARGET]} gave a {found}, not an nn.Module")
-    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
-    if lazy:
-        message = f"{lazy[0]} has no shape before the first batch"
-        raise _error(loaded, "model", message, "give the sizes: nn.Linear instead of nn.LazyLinear")
-    if not spread_later:
-        model = model.to(device)
-    if recipe.train.channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    return model
 
 
 def build_state(
@@ -154,7 +129,7 @@ def build_state(
     updaters = build_updaters(loaded, bare, device, total_steps)
     for updater in updaters if scaling else ():
         optim.refuse_closure(updater.optimizer)
-    task = as_task(build_part(loaded, "task", recipe.task))
+    task = build_task(loaded)
     _refuse_misfits(loaded, task, updaters, ranks)
     if getattr(bare, "_ddp_params_and_buffers_to_ignore", ()):
         ranks = replace(ranks, shares_verdict=True)  # these gradients are not averaged
@@ -242,7 +217,7 @@ def compiled(loaded: LoadedRecipe, model: nn.Module, task: Task) -> Any:
             part.compile(**options)
     except (RuntimeError, TypeError, ValueError) as error:
         message = f"torch.compile refused its arguments: {error}"
-        raise _error(loaded, "train.compile", message) from error
+        raise wrong(loaded, "train.compile", message) from error
     return model
 
 
@@ -268,7 +243,7 @@ def _build_train_data(loaded: LoadedRecipe, device: torch.device, ranks: Ranks) 
             ranks=ranks,
         )
     order = Order(
-        num_samples=_length(loaded, "data.train", dataset),
+        num_samples=length_of(loaded, "data.train", dataset),
         batch_size=data.batch_size,
         micro_batch_size=micro,
         seed=recipe.seed,
@@ -278,7 +253,7 @@ def _build_train_data(loaded: LoadedRecipe, device: torch.device, ranks: Ranks) 
         world_size=ranks.size,
     )
     if order.steps_per_epoch == 0:
-        raise _error(
+        raise wrong(
             loaded,
             "data.batch_size",
             f"{data.batch_size} samples a step, and the data set has {order.num_samples}: with "
@@ -297,7 +272,7 @@ def build_eval_data(
     if recipe.data.eval is None:
         return None
     dataset = build_part(loaded, "data.eval", recipe.data.eval)
-    _length(loaded, "data.eval", dataset)
+    length_of(loaded, "data.eval", dataset)
     size = recipe.data.eval_batch_size or micro_batch_size(recipe, ranks)
     return EvalData(
         dataset,
@@ -307,20 +282,6 @@ def build_eval_data(
         pin_memory=device.type == "cuda",
         ranks=ranks,
     )
-
-
-def _length(loaded: LoadedRecipe, key: str, dataset: Any) -> int:
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise _error(
-            loaded,
-            key,
-            f"a {type(dataset).__name__} cannot be read by index: it needs __getitem__ and __len__",
-            "for training data without a length, inherit from torch.utils.data.IterableDataset",
-        )
-    length = len(dataset)
-    if length == 0:
-        raise _error(loaded, key, f"the {type(dataset).__name__} has no samples")
-    return length
 
 
 def _total_steps(loaded: LoadedRecipe, steps_per_epoch: int | None) -> int | None:
@@ -333,12 +294,3 @@ def _total_steps(loaded: LoadedRecipe, steps_per_epoch: int | None) -> int | Non
     if train.max_epochs is not None and steps_per_epoch is None:
         return None
     return min(limits)
-
-
-def build_part(loaded: LoadedRecipe, key: str, block: Mapping[str, Any]) -> Any:
-    """Build one block of a recipe."""
-    return build(block, key=key, origins=loaded.origins)
-
-
-def _error(loaded: LoadedRecipe, key: str, message: str, advice: str = "") -> RecipeError:
-    return RecipeError([loaded.problem(key, message, advice)])

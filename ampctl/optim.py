@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ampctl.errors import Problem, RecipeError, UsageError, first_of
-from ampctl.recipe.layers import child
+from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import Block
 from ampctl.recipe.suggest import names_near
@@ -298,6 +298,8 @@ def _wrong_options(options: Any, allowed: Collection[str] | None) -> list[tuple[
     for name in unknown:
         near = difflib.get_close_matches(str(name), allowed or (), n=1)
         hint = f"did you mean {near[0]}? " if near else ""
+        if isinstance(options[name], Mapping):  # optimizer.groups.2.*.lr=1 on the command line
+            hint = "a name that has dots stands in brackets or quotes: groups[a.b].lr; "
         names = ", ".join(sorted(allowed)) if allowed else "the optimizer's arguments"
         wrong.append((f"{name!r} is not an option of a group", f"{hint}allowed: {names}"))
     return wrong

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctl.errors import UsageError
-from ampctl.recipe.target import parameters_of
+from ampctl.recipe.arguments import parameters_of
 
 IGNORE_INDEX = -100
 EXTRAS = frozenset(("grad", "step"))

@@ -5,8 +5,10 @@ A recipe has one, or several by name (a GAN's two). When they step is the busine
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,12 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ampctl import optim
 from ampctl.distributed.shard import is_sharded, local
-from ampctl.errors import RecipeError
+from ampctl.errors import Problem, RecipeError
 from ampctl.lr import FunctionSchedule, LearningRate, TorchSchedule
-from ampctl.recipe.layers import child
+from ampctl.recipe.arguments import Context, fitted, parameters_of
+from ampctl.recipe.fault import failure
+from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET, Block, block_key, by_name
-from ampctl.recipe.target import build, locate, parameters_of
+from ampctl.recipe.target import build, locate
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")  # the kernels of MPS do not look at found_inf
 
@@ -126,7 +130,7 @@ def _build_optimizer(
     device: torch.device,
 ) -> torch.optim.Optimizer:
     """Build an optimizer over named parameters, fused where device and parameters allow it."""
-    globs = block.get("groups")
+    globs = _options_by_glob(loaded, child(key, "groups"), block)
     block = {name: value for name, value in block.items() if name not in ("groups", "params")}
     signature = parameters_of(locate(block[TARGET]))
     options = set(signature) - {"params"}
@@ -140,6 +144,8 @@ def _build_optimizer(
         key=child(key, "groups"),
         where=loaded.place(child(key, "groups")),
     )
+    if wrong := _wrong_rates(loaded, key, block):
+        raise RecipeError(wrong)
     fusable = device.type in _FUSED_DEVICES and "fused" in options
     fusable &= not block.get("dampening")  # see optim.make_skippable
     fusable &= all(parameter.is_floating_point() for parameter in part)  # complex is not
@@ -159,6 +165,52 @@ def _build_optimizer(
     return _checked_optimizer(loaded, key, block, groups)
 
 
+def _options_by_glob(
+    loaded: LoadedRecipe, key: str, block: Block
+) -> dict[str, Mapping[str, Any]] | None:
+    """Return an optimizer's ``groups``, with text made what its arguments are; None without any.
+
+    Null takes a glob out. Raises RecipeError for what is no mapping, and for wrong values.
+    """
+    globs = block.get("groups")
+    if globs is None:
+        return None
+    if not isinstance(globs, Mapping):
+        message = f"got {globs!r}; allowed: a mapping of globs of parameter names to options"
+        advice = 'write it like groups: {"head.*": {lr: 1e-4}}'
+        raise RecipeError([loaded.problem(key, message, advice)])
+    parameters = parameters_of(locate(block[TARGET]))
+    context = Context(loaded.origins, {}, [])
+    fitting = {
+        glob: {
+            name: fitted(parameters[name], value, child(child(key, glob), name), context)
+            if name in parameters
+            else value
+            for name, value in options.items()
+        }
+        if isinstance(options, Mapping)
+        else options
+        for glob, options in globs.items()
+        if options is not None
+    }
+    for glob, options in fitting.items():
+        if isinstance(options, Mapping):
+            context.problems.extend(_wrong_rates(loaded, child(key, glob), options))
+    if context.problems:
+        raise RecipeError(context.problems)
+    return fitting
+
+
+def _wrong_rates(loaded: LoadedRecipe, key: str, options: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for each learning rate and weight decay that no training can use."""
+    return [
+        loaded.problem(child(key, name), f"got {value:g}; allowed: a finite number, at least 0")
+        for name, value in options.items()
+        if name in ("lr", "weight_decay") and isinstance(value, int | float)
+        if not (math.isfinite(value) and value >= 0)
+    ]
+
+
 def _steps_shards(block: Block) -> bool:
     """Return whether torch has a fused kernel of an optimizer for sharded parameters."""
     return locate(block[TARGET]) in (torch.optim.Adam, torch.optim.AdamW)
@@ -173,6 +225,13 @@ def _checked_optimizer(
         found = type(optimizer).__name__
         message = f"{block[TARGET]} gave a {found}, not an Optimizer"
         raise RecipeError([loaded.problem(key, message)])
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if not isinstance(rate, Real | Tensor):
+            message = f"{block[TARGET]} has no learning rate: the lr of a group is {rate!r}"
+            raise RecipeError([loaded.problem(key, message, "give it a number: lr: 1e-3")])
+        if wrong := _wrong_rates(loaded, key, {"lr": float(rate)}):
+            raise RecipeError(wrong)
     return optimizer
 
 
@@ -197,6 +256,14 @@ def _build_learning_rate(
         message = f"{block[TARGET]} gave a {type(schedule).__name__}"
         advice = "it must be a torch scheduler, or be callable: update count -> factor on the rate"
         raise RecipeError([loaded.problem(key, message, advice)])
+    try:
+        first = schedule(0)
+    except Exception as error:
+        doing = f"{block[TARGET]}, called with the update count 0, failed"
+        raise failure(error, doing, loaded.place(key), key) from error
+    if not isinstance(first, Real) or not math.isfinite(first):
+        message = f"{block[TARGET]} gave {first!r} for update 0; it must give a finite number"
+        raise RecipeError([loaded.problem(key, message, "the rate is multiplied by it")])
     return FunctionSchedule(optimizer, schedule)
 
 

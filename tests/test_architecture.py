@@ -47,6 +47,7 @@ FLOORS = {
     "schedules": 1,
     "tasks": 1,
     "build": 2,
+    "parts": 2,
     "parallel": 2,
     "state": 2,
     "step": 2,

@@ -124,9 +124,26 @@ class _Hidden:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def test_what_the_users_module_raises_on_import_is_the_users_to_see(user: Path) -> None:
-    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        make({"_target_": "my_bug.Net"})
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import no_such_package", "No module named 'no_such_package'"),
+        ("def broken(:", "SyntaxError"),
+        ("raise SystemExit(3)", "sys.exit(3)"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("raise RuntimeError", "RuntimeError"),
+    ],
+)
+def test_d6_what_a_module_raises_on_import_is_told_with_its_line(
+    user: Path, text: str, says: str
+) -> None:
+    (user / "my_bug.py").write_text(f"\n\n{text}\n")
+    ((where, key, message),) = problems({"_target_": "my_bug.Net"})
+    assert (where, key) == ("r.yaml:1", "model._target_")
+    assert message.startswith("importing my_bug.Net failed: ")
+    assert says in message
+    assert text in message
+    assert "my_bug.py:3" in message or f'{user / "my_bug.py"}", line 3' in message
 
 
 def test_the_current_folder_goes_on_the_path_once(user: Path) -> None:
@@ -210,17 +227,21 @@ def test_a_constructor_of_a_library_that_refuses_is_told_in_words() -> None:
             args=[[torch.zeros(1, requires_grad=True)]],
         )
     assert f"{caught.value}" == (
-        "r.yaml:9: optimizer: torch.optim.AdamW refused its arguments: Invalid learning rate: -1.0"
+        "optimizer.lr: torch.optim.AdamW failed: ValueError: Invalid learning rate: -1.0"
     )
 
 
-def test_an_exception_of_the_users_own_file_comes_through_untouched(user: Path) -> None:
-    with pytest.raises(ValueError, match=r"^mine$"):
-        make({"_target_": "my_net.Broken"})
+def test_d6_an_exception_of_the_users_own_file_is_told_with_the_line(user: Path) -> None:
+    ((_, key, message),) = problems({"_target_": "my_net.Broken"})
+    assert key == "model"
+    assert message.startswith("my_net.Broken failed: ValueError: mine ")
+    assert 'my_net.py:13, in __init__: raise ValueError("mine")' in message
     ((_, _, message),) = problems({"_target_": "json.loads", "s": "{"})
-    assert "json.loads refused its arguments" in message
-    with pytest.raises(TypeError, match="int"):  # raised in C, called by the user's line
-        make({"_target_": "my_net.Broken", "kind": "library"})
+    assert "json.loads failed: json.decoder.JSONDecodeError: Expecting property name" in message
+    # Raised in C, called by the user's line.
+    ((_, _, message),) = problems({"_target_": "my_net.Broken", "kind": "library"})
+    assert "TypeError: 'int' object is not iterable" in message
+    assert "my_net.py:15, in __init__: OrderedDict(3)" in message
 
 
 def test_blocks_yields_every_block_with_its_key() -> None:

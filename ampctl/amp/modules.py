@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ampctl.amp.precision import DTYPES
 from ampctl.errors import Problem, RecipeError
-from ampctl.recipe.layers import child
+from ampctl.recipe.keys import child
 from ampctl.recipe.suggest import names_near
 
 KEY = "amp.modules"

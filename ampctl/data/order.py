@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ampctl.errors import MachineError
 from ampctl.rng import mix
 
 _ORDER_STREAM = 1
@@ -85,10 +86,16 @@ class Order:
 
     def permutation(self, epoch: int) -> Tensor:
         """Return the epoch's order of the samples, int64 [num_samples]."""
-        if not self.shuffle:
-            return torch.arange(self.num_samples)
         generator = torch.Generator().manual_seed(mix(self.seed, _ORDER_STREAM, epoch))
-        return torch.randperm(self.num_samples, generator=generator)
+        try:
+            if not self.shuffle:
+                return torch.arange(self.num_samples)
+            return torch.randperm(self.num_samples, generator=generator)
+        except RuntimeError as error:  # no memory for it
+            raise MachineError(
+                f"data.train: the order of its {self.num_samples:,} samples, 8 bytes each, does "
+                f"not fit into memory: {error}"
+            ) from error
 
     def windows(self, epoch: int, first_step: int = 0) -> Iterator[list[Request]]:
         """Yield the micro-batches of each optimizer step of an epoch, from ``first_step`` on.

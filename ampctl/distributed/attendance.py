@@ -27,7 +27,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ampctl.distributed import failure
 from ampctl.distributed.ranks import Ranks
 from ampctl.errors import AmpctlError, MachineError, UsageError
-from ampctl.recipe.target import is_users_own_file
+from ampctl.recipe.fault import is_users_own_file
 
 LONGEST_PERIOD_S = 2.0
 _WAITING = ("torch/distributed/", "torch/nn/parallel/", "torch/cuda/streams", "torch/xpu/streams")

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ampctl.distributed.failure import comes_of_others
 from ampctl.doctor import torch_errors
 from ampctl.errors import AmpctlError, MachineError, UsageError
-from ampctl.recipe.target import is_users_own_file
+from ampctl.recipe.fault import is_users_own_file
 from ampctl.tasks import Task
 
 # Parts that a recipe names; an error raised anywhere else in ampctl is a fault of ampctl.

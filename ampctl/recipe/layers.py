@@ -9,36 +9,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ampctl.errors import Problem, RecipeError
+from ampctl.recipe.keys import Path, dotted, parse_override
 from ampctl.recipe.scalar import escape, is_interpolated, scalar
 from ampctl.recipe.schema import TARGET
 from ampctl.recipe.yaml_source import Node, parse_value, text_node
 
 COMMAND_LINE = "command line"
-Path: TypeAlias = tuple[str | int, ...]
 
-_KEY = re.compile(r"[^.\[\]\s]+(\.[^.\[\]\s]+|\[[^\[\]]+\])*")
-_KEY_PART = re.compile(r"\[([^\[\]]+)\]|([^.\[\]]+)")
+_OVERRIDE_ADVICE = (
+    "write it like optimizer.lr=3e-4, model.layers[0]=64 or 'amp.modules[head.0]=float32'"
+)
 _REFERENCE = re.compile(r"\$\{[^${}:]*\}")  # ${a.b}: another value as it is, of its own type
 _INTERPOLATION_ADVICE = r"name a key of this recipe or ${oc.env:NAME,default}; \${ is a literal ${"
-
-
-def dotted(path: Path) -> str:
-    """Write a path as a dotted key, as ``KEY=VALUE`` takes it: ``model.layers[0].width``."""
-    return reduce(child, path, "")
-
-
-def child(key: str, part: str | int) -> str:
-    """Return the dotted key of an item of ``key``; a name that has dots stands in brackets."""
-    if isinstance(part, int) or re.search(r"[.\[\]]", part):
-        return f"{key}[{part}]"
-    return f"{key}.{part}" if key else part
 
 
 def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
@@ -84,12 +72,11 @@ def apply_overrides(tree: Node, overrides: Sequence[str], problems: list[Problem
     """Apply ``KEY=VALUE`` texts in order, a block's ``_target_`` before its other arguments."""
     parsed: list[tuple[Path, Node]] = []
     for override in overrides:
-        key, equals, value = override.partition("=")
-        path = _parse_key(key.strip())
-        if not equals or path is None:
-            message = f"got {override!r}; allowed: KEY=VALUE with a dotted key"
-            advice = "write it like optimizer.lr=3e-4, or model.layers[0]=64"
-            problems.append(Problem(COMMAND_LINE, key.strip(), message, advice))
+        try:
+            path, value = parse_override(override)
+        except ValueError as error:
+            message = f"got {override!r}; allowed: KEY=VALUE with a dotted key, and {error}"
+            problems.append(Problem(COMMAND_LINE, "", message, _OVERRIDE_ADVICE))
             continue
         try:
             parsed.append((path, parse_value(value, COMMAND_LINE, problems)))
@@ -175,16 +162,6 @@ def _node(value: Any, origin: Node, *, is_literal: bool) -> Node:
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else f"{value}"
     return Node(value, origin.where, text)
-
-
-def _parse_key(key: str) -> Path | None:
-    if not _KEY.fullmatch(key):
-        return None
-    parts: list[str | int] = []
-    for bracketed, name in _KEY_PART.findall(key):
-        inner = bracketed.strip("'\"")
-        parts.append(name or (int(inner) if inner.isdecimal() else inner))
-    return tuple(parts)
 
 
 def _targets_first(parsed: Sequence[tuple[Path, Node]]) -> list[tuple[Path, Node]]:

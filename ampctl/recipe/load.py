@@ -17,15 +17,16 @@ from typing import Any
 from ampctl.errors import Problem, RecipeError
 from ampctl.recipe import builtin
 from ampctl.recipe.hints import default_values
+from ampctl.recipe.keys import Path as KeyPath
+from ampctl.recipe.keys import dotted
 from ampctl.recipe.layers import (
     COMMAND_LINE,
     apply_overrides,
-    dotted,
     interpolate,
+    leaves,
     merge,
     transform,
 )
-from ampctl.recipe.layers import Path as KeyPath
 from ampctl.recipe.scalar import dump, is_interpolated, unescape
 from ampctl.recipe.schema import TARGET, Recipe
 from ampctl.recipe.suggest import nearest
@@ -76,7 +77,9 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedReci
     except RecipeError as error:
         raise RecipeError([*problems, *error.problems]) from None
     tree = apply_overrides(tree, overrides, problems)
-    loaded = _finish(interpolate(tree, default_values(), problems), shown, problems)
+    tree = interpolate(tree, default_values(), problems)
+    _refuse_pythons_none(tree, problems)
+    loaded = _finish(tree, shown, problems)
     return replace(loaded, source=f"{source}", overrides=tuple(overrides))
 
 
@@ -90,7 +93,9 @@ def parse_recipe(text: str, *, where: str, overrides: Sequence[str] = ()) -> Loa
     tree = transform(_mapping_at_top(parse_yaml(text, where, problems), where), _unescaped)
     for override in overrides:
         _refuse_interpolation(override, problems)
-    loaded = _finish(apply_overrides(tree, overrides, problems), where, problems)
+    tree = apply_overrides(tree, overrides, problems)
+    _refuse_pythons_none(tree, problems, of=COMMAND_LINE)
+    loaded = _finish(tree, where, problems)
     return replace(loaded, overrides=tuple(overrides))
 
 
@@ -197,6 +202,18 @@ def _refuse_interpolation(text: str, problems: list[Problem]) -> None:
         message = f"got {text}; a stored recipe is resolved and takes no ${{...}}"
         key = text.partition("=")[0]
         problems.append(Problem(COMMAND_LINE, key, message, "give the value itself"))
+
+
+def _refuse_pythons_none(tree: Node, problems: list[Problem], of: str = "") -> None:
+    """Add a problem for each None that stands where YAML reads a text and null is meant.
+
+    ``of``: a place outside of which nothing is looked at.
+    """
+    for path, node in leaves(tree):
+        if node.text == "None" and not node.quoted and node.where.startswith(of):
+            message = "got None, which is the text 'None' in YAML"
+            advice = """write null, or "None" in quotes for the text"""
+            problems.append(Problem(node.where, dotted(path), message, advice))
 
 
 def _finish(tree: Node, where: str, problems: list[Problem]) -> LoadedRecipe:

@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ampctl.recipe.arguments import parameters_of
 from ampctl.recipe.schema import TARGET
-from ampctl.recipe.target import locate, parameters_of
+from ampctl.recipe.target import locate
 
 _SLOTS = types.MappingProxyType(
     {

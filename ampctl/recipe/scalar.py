@@ -26,6 +26,7 @@ _NAN = frozenset({".nan", ".NaN", ".NAN"})
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 # Python reads and writes no more than 4300 decimal digits, and as many make 3500 hexadecimal ones.
 _MAX_INT_DIGITS = 3500
+_LONGEST_SLIP = 40
 
 
 def scalar(text: str) -> Scalar:
@@ -50,6 +51,31 @@ def number(text: str) -> int | float | None:
     if _INF.fullmatch(text):
         return -math.inf if text.startswith("-") else math.inf
     return math.nan if text in _NAN else None
+
+
+def number_meant(text: str, *, whole: bool = False) -> str:
+    """Return how to write the number that a text was probably meant to be, or "".
+
+    That is 1.5 for ``1,5``, 1000 for ``1_000`` and, of a ``whole`` number, for ``1,000``.
+    """
+    if len(text) > _LONGEST_SLIP or number(text.strip()) is not None:
+        return ""
+    plain = text.strip().replace("\N{MINUS SIGN}", "-").replace("_", "").replace(" ", "")
+    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?", plain):
+        thousands = plain.replace(",", "")
+        is_clear = whole or plain.count(",") > 1 or "." in plain
+        return thousands if is_clear else f"{thousands}, or {plain.replace(',', '.')}"
+    plain = plain.replace(",", ".") if plain.count(",") == 1 else plain
+    plain = re.sub(r"(?<=[\d.])[fFdDL]$", "", plain)
+    read = number(plain)
+    return plain if read is not None and math.isfinite(read) else ""
+
+
+def list_meant(text: str) -> str:
+    """Return how to write the list of numbers that a text was probably meant to be, or ""."""
+    items = [item.strip() for item in text.strip().strip("()").split(",") if item.strip()]
+    is_list = bool(items) and all(number(item) is not None for item in items)
+    return f"[{', '.join(items)}]" if is_list else ""
 
 
 def boolean(text: str) -> bool | None:
@@ -86,7 +112,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = None if isinstance(scalar(text), str) else "'"
+    # A plain None would be taken for a mistake: null is meant by it more often.
+    style = None if isinstance(scalar(text), str) and text != "None" else "'"
     if not text.isprintable():
         style = '"'  # a single-quoted line break (U+0085 too) would be read back as a space
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)

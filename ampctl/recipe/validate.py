@@ -15,13 +15,15 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ampctl.errors import Problem
 from ampctl.recipe.hints import LIMITS, allowed, is_block, members, schema_keys
-from ampctl.recipe.layers import Path, dotted, leaves
-from ampctl.recipe.scalar import boolean, number
+from ampctl.recipe.keys import Path, child, dotted
+from ampctl.recipe.layers import COMMAND_LINE, leaves
+from ampctl.recipe.scalar import boolean, number, number_meant
 from ampctl.recipe.schema import TARGET, Recipe
 from ampctl.recipe.suggest import example, nearest, right_key
 from ampctl.recipe.yaml_source import Node
 
 MAX_UNKNOWN_KEYS = 20
+MAX_NAME_BYTES = 255
 T = TypeVar("T")
 
 _INVALID = object()
@@ -111,7 +113,10 @@ def _mapping(
 ) -> dict[str, Any] | object:
     assert isinstance(node.value, Mapping)
     item = get_args(hint)[1]
-    read = {k: _value(item, v, (*path, k), limits, found) for k, v in node.value.items()}
+    given = dict(node.value)
+    if item is not Any and None not in members(item):  # null takes an entry out
+        given = {name: each for name, each in given.items() if each.value is not None}
+    read = {k: _value(item, v, (*path, k), limits, found) for k, v in given.items()}
     return _INVALID if any(value is _INVALID for value in read.values()) else read
 
 
@@ -198,9 +203,15 @@ def _block(node: Node, path: Path, found: Validation, *, is_outermost: bool = Tr
 def _mismatch(
     hint: Any, node: Node, path: Path, limits: Mapping[str, Any], found: Validation
 ) -> object:
+    is_number = any(member in (int, float) for member in members(hint))
+    meant = number_meant(node.text, whole=float not in members(hint)) if is_number else ""
     choices = [c for m in members(hint) if get_origin(m) is Literal for c in get_args(m)]
     close = nearest(node.text, choices, cutoff=0.5) if node.text else None
+    close = close or meant
     advice = f"did you mean {close}?" if close else ""
+    if isinstance(node.value, Mapping) and node.where == COMMAND_LINE and node.value:
+        name = child(dotted(path[:-1]), ".".join([f"{path[-1]}", next(iter(node.value))]))
+        advice = f"if the dot is part of a name, write it in brackets: {name}"
     message = f"got {_got(node)}; allowed: {allowed(hint, limits)}"
     found.problems.append(Problem(node.where, dotted(path), message, advice))
     return _INVALID
@@ -263,6 +274,9 @@ def _check_together(where: str, found: Validation) -> None:
     ):
         advice = "leave out slashes and what cannot be seen"
         tell("name", f"got {name!r}; allowed: a name for a folder", advice)
+    elif isinstance(name, str) and len(name.encode()) > MAX_NAME_BYTES:
+        message = f"got a name of {len(name.encode())} bytes; allowed: up to {MAX_NAME_BYTES}"
+        tell("name", f"{message}, the most that a folder's name may have", "shorten it")
     is_read = found.values.get("train") is not _INVALID or "train.max_steps" in found.values
     limits = (found.values.get(f"train.max_{unit}") for unit in ("steps", "epochs"))
     if is_read and all(limit is None for limit in limits):

@@ -16,13 +16,14 @@ from ampctl import rng
 from ampctl.amp.masters import upcast_
 from ampctl.amp.modules import set_module_dtypes
 from ampctl.buffers import BufferGuard
-from ampctl.build import Job, build_model
+from ampctl.build import Job
 from ampctl.data.loader import unwrapped
 from ampctl.distributed.ranks import ALONE
 from ampctl.distributed.shard import whole
 from ampctl.doctor.nonfinite import Diagnosis, examine
 from ampctl.errors import UsageError
 from ampctl.losses import unused
+from ampctl.parts import build_model
 from ampctl.plain import nonfinite
 from ampctl.state import TrainState
 

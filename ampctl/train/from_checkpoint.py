@@ -20,14 +20,7 @@ from ampctl.amp.modules import set_module_dtypes
 from ampctl.amp.precision import Precision, set_accuracy
 from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
-from ampctl.build import (
-    build_eval_data,
-    build_model,
-    build_part,
-    compiled,
-    micro_batch_size,
-    settle_device,
-)
+from ampctl.build import build_eval_data, compiled, micro_batch_size, settle_device
 from ampctl.checkpoint.contents import Facts, fact
 from ampctl.checkpoint.export import chosen_weights, tell_nonfinite
 from ampctl.checkpoint.index import log_warning
@@ -38,9 +31,9 @@ from ampctl.distributed.ranks import Ranks, from_environment
 from ampctl.doctor.misfit import in_words
 from ampctl.errors import RecipeError
 from ampctl.load_state import load_model as load_weights
+from ampctl.parts import build_model, build_task
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.state import TrainState
-from ampctl.tasks import as_task
 from ampctl.train.evaluate import evaluate
 from ampctl.train.place import joined
 from ampctl.train.restore import as_damage, misfits_explained, read
@@ -181,7 +174,7 @@ def _state(
     modules = set_module_dtypes(
         bare, recipe.amp.modules, device_type=device.type, origins=loaded.origins
     )
-    task = as_task(build_part(loaded, "task", recipe.task))
+    task = build_task(loaded)
     local: Any = bare if recipe.train.compile is False else compiled(loaded, bare, task)
     set_accuracy(recipe.amp)
     scaling = precision.needs_scaling or "float16" in modules.values()

@@ -25,8 +25,8 @@ from ampctl.data.loader import TrainData, Window, unwrapped
 from ampctl.data.stream import StreamData
 from ampctl.errors import AmpctlError
 from ampctl.optim import is_torchs_own
+from ampctl.recipe.fault import is_users_own_file
 from ampctl.recipe.load import load_recipe
-from ampctl.recipe.target import is_users_own_file
 from ampctl.tasks import as_written
 from ampctl.train import worker
 
