@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ampctl.errors import CheckpointError, first_of
 from ampctl.optim import KERNEL_CHOICES, needs_closure, state_names
-from ampctl.saved import fitting_state, require_groups
+from ampctl.saved import fitting_groups, fitting_state
 
 _SHOWN = 8
 _MOST_GLOBS = 4
@@ -157,21 +157,33 @@ def load_optimizer(
     if own != saved or _counts(own_groups) != _counts(state["param_groups"]):
         lines, fits = _group_difference(optimizer, own_groups, state["param_groups"])
         raise MisfitError(key, lines, fits=fits, keys=("optimizer", "model"))
-    require_groups(state["param_groups"], own_groups)
+    from_recipe = [
+        {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        for group in own_groups
+    ]
+    # How a step is computed was settled when the optimizer was built, for this device. The rate is
+    # the schedule's, which brings a new base rate to bear itself.
+    of_recipe = [
+        {
+            name: value
+            for name, value in group.items()
+            if name in KERNEL_CHOICES or (recipe_wins and name not in ("lr", "initial_lr"))
+        }
+        for group in from_recipe
+    ]
+    kept = [
+        {name: value for name, value in group.items() if name not in fresh}
+        for group, fresh in zip(state["param_groups"], of_recipe, strict=True)
+    ]
+    groups = [
+        {**fitting, **fresh}
+        for fitting, fresh in zip(fitting_groups(kept, from_recipe), of_recipe, strict=True)
+    ]
     useless = _state_difference(optimizer, state, key)
     if useless:
         kind, names = type(optimizer).__name__, ", ".join(sorted(useless))
         notify(f"{key}: {kind} has no use for {names} of the checkpoint, which is dropped")
     state = {**state, "state": fitting_state(optimizer, state, weights)}
-    from_recipe = [
-        {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        for group in own_groups
-    ]
-    # How a step is computed was settled when the optimizer was built, for this device.
-    groups = [
-        {**group, **{name: fresh[name] for name in KERNEL_CHOICES if name in fresh}}
-        for group, fresh in zip(state["param_groups"], own_groups, strict=True)
-    ]
     try:
         optimizer.load_state_dict({**state, "param_groups": groups})
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -182,9 +194,7 @@ def load_optimizer(
     _put_back_dtypes(optimizer, state, weights)
     for group, fresh in zip(optimizer.param_groups, from_recipe, strict=True):
         for name, value in fresh.items():
-            # The rate is the schedule's, which brings a new base rate to bear itself.
-            if name not in group or (recipe_wins and name not in ("lr", "initial_lr")):
-                group[name] = value
+            group.setdefault(name, value)
 
 
 def _put_back_dtypes(

@@ -6,11 +6,15 @@ takes it for, past the end of its memory. What fits which model is left to ``loa
 
 from __future__ import annotations
 
+import copy
 import math
 import types
 from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,20 +78,30 @@ def require_scale(scaler: Mapping[str, Any]) -> None:
         _require(_is_count(count), f"scaler.{name}", count)
 
 
-def require_groups(groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
-    """Raise CheckpointError for parameter groups whose values are of another kind than ``own``."""
+def fitting_groups(
+    groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return saved parameter groups with each value as the kind of thing that it is in ``own``.
+
+    Raises CheckpointError for what it cannot have become.
+    """
     indices = [index for group in groups for index in group["params"]]
     is_fit = all(type(index) is int for index in indices) and len({*indices}) == len(indices)
     _require(is_fit, "optimizer.param_groups.params", indices[:20])
+    fitting = []
     for group, fresh in zip(groups, own, strict=True):
-        for name, value in fresh.items():
-            if name in group and name not in ("params", "param_names"):
-                where = f"optimizer.param_groups.{name}"
-                _require(is_like(group[name], value), where, group[name])
+        where = "optimizer.param_groups"
         for name in ("lr", "initial_lr"):
             rate = group.get(name, 0.0)
             is_fit = _is_number(rate) or (isinstance(rate, Tensor) and is_like(rate, 0.0))
-            _require(is_fit and float(rate) >= 0, f"optimizer.param_groups.{name}", rate)
+            _require(is_fit and float(rate) >= 0, f"{where}.{name}", rate)
+        own_kinds = {
+            name: fitted(group[name], value, f"{where}.{name}")
+            for name, value in fresh.items()
+            if name in group
+        }
+        fitting.append({**group, **own_kinds})
+    return fitting
 
 
 def fitting_state(
@@ -184,6 +198,91 @@ def is_like(value: Any, fresh: Any) -> bool:
     if fresh is None:
         return value is None or _is_number(value) or isinstance(value, str)
     return isinstance(value, type(fresh))
+
+
+def fitted(value: Any, fresh: Any, where: str, *, may_grow: bool = False) -> Any:
+    """Return a saved value as the kind of thing that a fresh one is.
+
+    ``may_grow``: a list may have another length than the fresh one. In a mapping of names others
+    than the fresh one's are dropped: they may be attributes, and hide methods. Raises
+    CheckpointError for what the fresh one cannot have become.
+    """
+    if isinstance(fresh, Mapping):
+        _require(isinstance(value, Mapping), where, value)
+        known = {
+            key: fitted(item, fresh[key], f"{where}.{key}", may_grow=may_grow)
+            if key in fresh
+            else item
+            for key, item in value.items()
+            if key in fresh or not fresh or not isinstance(key, str)
+        }
+        if type(fresh) is dict:
+            return known
+        as_fresh: Any = copy.copy(fresh)  # a Counter, a defaultdict
+        as_fresh.clear()
+        as_fresh.update(known)
+        return as_fresh
+    if isinstance(fresh, set | frozenset):
+        _require(isinstance(value, list), where, value)
+        return type(fresh)(value)
+    if isinstance(fresh, list | tuple):
+        _require(isinstance(value, list | tuple), where, value)
+        if len(value) == len(fresh):
+            items = [
+                fitted(item, own, f"{where}.{place}", may_grow=may_grow)
+                for place, (item, own) in enumerate(zip(value, fresh, strict=True))
+            ]
+            return tuple(items) if isinstance(fresh, tuple) else items
+        _require(may_grow and not any(isinstance(item, Mapping) for item in fresh), where, value)
+        return value
+    if isinstance(fresh, np.ndarray):
+        _require(isinstance(value, Tensor), where, value)
+        return value.numpy()
+    if isinstance(fresh, np.generic):
+        _require(is_like(value, fresh.item()), where, value)
+        return type(fresh)(value)
+    if isinstance(fresh, Enum | PurePath):
+        return type(fresh)(value)
+    if isinstance(fresh, Tensor) and isinstance(value, Tensor):
+        is_fit = value.shape == fresh.shape and not value.is_meta
+        _require(is_fit and bool(torch.isfinite(value).all()), where, value)
+        return value.to(fresh.device)
+    if fresh is None and isinstance(value, list | tuple | Mapping):
+        return value
+    _require(is_like(value, fresh), where, value)
+    return value
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Return whether two nests of plain values are of the same kinds and values."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return (
+            isinstance(one, Tensor)
+            and isinstance(other, Tensor)
+            and (one.dtype, one.shape, one.is_meta) == (other.dtype, other.shape, False)
+            and torch.equal(one.cpu(), other.cpu())
+        )
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(are_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+
+
+def moved_on(saved: Any, was: Any, fresh: Any) -> Any:
+    """Return a saved state with those of its settings that are other ones in a ``fresh`` one.
+
+    ``was``: what the saved one was when it was fresh; what differs from that is what has moved.
+    """
+    if all(isinstance(each, Mapping) for each in (saved, was, fresh)):
+        return {
+            key: moved_on(value, was[key], fresh[key]) if key in was and key in fresh else value
+            for key, value in saved.items()
+        }
+    are_lists = all(isinstance(each, list | tuple) for each in (saved, was, fresh))
+    if are_lists and len(saved) == len(was) == len(fresh):
+        return [*map(moved_on, saved, was, fresh)]
+    return saved if are_same(was, fresh) else fresh
 
 
 def rates(value: Any, where: str) -> list[float]:

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from ampctl import optim
 from ampctl.distributed.shard import is_sharded, local
 from ampctl.errors import Problem, RecipeError
-from ampctl.lr import FunctionSchedule, LearningRate, TorchSchedule
+from ampctl.groups import group_values
+from ampctl.lr import FunctionSchedule, LearningRate, TorchSchedule, follows_metric
 from ampctl.recipe.arguments import Context, fitted, parameters_of
 from ampctl.recipe.fault import failure
 from ampctl.recipe.keys import child
@@ -232,6 +233,8 @@ def _checked_optimizer(
             raise RecipeError([loaded.problem(key, message, "give it a number: lr: 1e-3")])
         if wrong := _wrong_rates(loaded, key, {"lr": float(rate)}):
             raise RecipeError(wrong)
+        # torch lets all groups share a tensor that is a default.
+        group.update({n: v.clone() for n, v in group.items() if isinstance(v, Tensor)})
     return optimizer
 
 
@@ -244,14 +247,13 @@ def _build_learning_rate(
 ) -> LearningRate:
     if block is None:
         return FunctionSchedule(optimizer, None)
-    provide: dict[str, Any] = {"optimizer": optimizer}
-    if total_steps is not None:
-        provide["total_steps"] = total_steps
-    schedule = build(block, key=key, origins=loaded.origins, provide=provide)
-    if isinstance(schedule, ReduceLROnPlateau) and loaded.recipe.data.eval is None:
-        raise RecipeError([loaded.problem(key, "ReduceLROnPlateau needs data.eval")])
+    bare = group_values(optimizer)
+    schedule = build_schedule(loaded, key, block, optimizer, total_steps)
     if isinstance(schedule, LRScheduler):
-        return TorchSchedule(optimizer, schedule)
+        if follows_metric(schedule) and loaded.recipe.data.eval is None:
+            message = f"{type(schedule).__name__} needs data.eval"
+            raise RecipeError([loaded.problem(key, message)])
+        return TorchSchedule(optimizer, schedule, bare)
     if not callable(schedule):
         message = f"{block[TARGET]} gave a {type(schedule).__name__}"
         advice = "it must be a torch scheduler, or be callable: update count -> factor on the rate"
@@ -265,6 +267,20 @@ def _build_learning_rate(
         message = f"{block[TARGET]} gave {first!r} for update 0; it must give a finite number"
         raise RecipeError([loaded.problem(key, message, "the rate is multiplied by it")])
     return FunctionSchedule(optimizer, schedule)
+
+
+def build_schedule(
+    loaded: LoadedRecipe,
+    key: str,
+    block: Block,
+    optimizer: torch.optim.Optimizer,
+    total_steps: int | None,
+) -> Any:
+    """Build what a scheduler's block names, for an optimizer and a run of so many steps."""
+    provide: dict[str, Any] = {"optimizer": optimizer}
+    if total_steps is not None:
+        provide["total_steps"] = total_steps
+    return build(block, key=key, origins=loaded.origins, provide=provide)
 
 
 class Rewind:

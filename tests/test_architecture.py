@@ -39,6 +39,7 @@ FLOORS = {
     "distributed.heed": 1,
     "distributed.member": 0,
     "ema": 1,
+    "groups": 1,
     "lr": 1,
     "models": 1,
     "modes": 1,

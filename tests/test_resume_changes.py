@@ -80,7 +80,7 @@ def test_the_rates_that_are_told_are_those_that_come(capsys: pytest.CaptureFixtu
 def test_new_constants_of_the_same_schedule_count_from_the_same_update() -> None:
     train()
     resume(4, "scheduler.gamma=0.5", "scheduler.step_size=5")
-    assert rates() == pytest.approx([0.01, 0.005, 0.005, 0.005])
+    assert rates() == pytest.approx([0.1, 0.05, 0.05, 0.05])
 
 
 def test_a_pure_schedule_takes_over_from_any_other() -> None:
@@ -91,10 +91,16 @@ def test_a_pure_schedule_takes_over_from_any_other() -> None:
     assert train_rates[0] == pytest.approx(0.1 * 4 / 8, rel=0.3)
 
 
-def test_a_torch_schedule_cannot_take_over_from_another_and_says_so() -> None:
+def test_a_torch_schedule_takes_over_from_any_other_too() -> None:
     train("scheduler={_target_: ampctl.schedules.Cosine}")
-    with pytest.raises(CheckpointError, match="its scheduler is a function of updates, and StepLR"):
-        resume(4, "scheduler={_target_: torch.optim.lr_scheduler.StepLR, step_size: 3}")
+    resume(4, "scheduler={_target_: torch.optim.lr_scheduler.StepLR, step_size: 3}")
+    assert rates() == pytest.approx([0.01, 0.01, 0.001, 0.001])
+
+
+def test_a_plateau_cannot_take_over_from_another_and_says_so() -> None:
+    train("scheduler={_target_: ampctl.schedules.Cosine}")
+    with pytest.raises(CheckpointError, match="a function of updates, and ReduceLROnPlateau"):
+        resume(4, "scheduler={_target_: torch.optim.lr_scheduler.ReduceLROnPlateau}")
 
 
 @pytest.mark.parametrize(("saved", "wanted"), [("false", "true"), ("true", "false")])
