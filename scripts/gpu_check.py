@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checks import findings, parity, parts, processes, steps
+from gpu_checks import features, findings, parity, parts, processes, ranks, steps
 from gpu_checks.check import Check, CheckFailed, CheckSkipped, Setup
 from gpu_checks.speed import gpt124m, resnet50, speed
 from rich.console import Console
@@ -44,6 +44,13 @@ CHECKS: Mapping[str, Check] = {
     "bce": findings.bce,
     "bfloat16-gradients": findings.bfloat16_gradients,
     "sync": steps.sync,
+    **{name: features.feature(name) for name in features.FEATURES},
+    "compile": features.compiled,
+    "compile-graphs": features.compiled_graphs,
+    "asynchronous-saves": features.saves,
+    "one-rank": ranks.one_rank,
+    "two-ranks-ddp": ranks.two_ranks("ddp"),
+    "two-ranks-fsdp": ranks.two_ranks("fsdp"),
     **{f"resnet50-{dtype}": speed(resnet50, dtype) for dtype in parts.DTYPES},
     **{f"gpt124m-{dtype}": speed(gpt124m, dtype) for dtype in parts.DTYPES},
 }

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,12 @@ def resume(setup: Setup) -> Finding:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "recipe.yaml").write_text(text, encoding="utf-8")
-        whole = _start(folder, "train", "recipe.yaml", "--run-dir", "whole", "--quiet")
-        cut = _start(folder, "train", "recipe.yaml", "--run-dir", "cut", "--quiet")
+        whole = start(folder, "train", "recipe.yaml", "--run-dir", "whole", "--quiet")
+        cut = start(folder, "train", "recipe.yaml", "--run-dir", "cut", "--quiet")
         try:
-            killed_at = _kill_after(cut, folder / "cut", KILLED_AFTER)
-            _end(_start(folder, "resume", "cut", "--quiet"), folder)
-            _end(whole, folder)
+            killed_at = kill_after(cut, folder / "cut", KILLED_AFTER)
+            end(start(folder, "resume", "cut", "--quiet"), folder)
+            end(whole, folder)
         finally:
             for process in (whole, cut):
                 process.kill()
@@ -71,44 +72,61 @@ def resume(setup: Setup) -> Finding:
     )
 
 
-def _start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    with (folder / "said").open("ab") as said:
+def start(
+    folder: Path,
+    *arguments: str,
+    variables: Mapping[str, str] | None = None,
+    stdout: int | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a command of this checkout in a folder, where it says what it has to say."""
+    with (folder / "said").open("ab") as words:
         return subprocess.Popen(
             [sys.executable, "-m", "ampctl", *arguments],
             cwd=folder,
-            env=environment(folder),
+            env={**environment(folder), **(variables or {})},
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=words if stdout is None else stdout,
+            stderr=words,
         )
 
 
-def _kill_after(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> int:
-    """Kill a run once it has saved this step; return the newest step that it saved."""
+def itself(process: subprocess.Popen[bytes]) -> int:
+    """Return a process's own number."""
+    return process.pid
+
+
+def kill_after(
+    process: subprocess.Popen[bytes],
+    run_dir: Path,
+    step: int,
+    of: Callable[[subprocess.Popen[bytes]], int] = itself,
+) -> int:
+    """Kill a run, or one process ``of`` it, once it has saved this step; return the newest one."""
     deadline = time.monotonic() + DEADLINE_S
     while (saved := _saved(run_dir)) < step:
         if process.poll() is not None:
-            raise CheckFailed(f"the run ended before it was killed: {_said(run_dir.parent)}")
+            raise CheckFailed(f"the run ended before it was killed: {said(run_dir.parent)}")
         if time.monotonic() > deadline:
             raise CheckFailed(f"no checkpoint of step {step} after {DEADLINE_S:.0f} s")
         time.sleep(0.01)
-    process.kill()
-    code = process.wait()
-    require(code == -signal.SIGKILL, f"the run was complete (exit {code}) before it was killed")
+    os.kill(of(process), signal.SIGKILL)
+    code = process.wait(DEADLINE_S)
+    require(code != 0, "the run was complete before it was killed")
     return saved
 
 
 def _saved(run_dir: Path) -> int:
     """Return the newest step of which there is a file; 0 if there is none."""
-    files = (run_dir / "checkpoints").glob("step-*.pt")
+    files = (run_dir / "checkpoints").glob("step-*")
     return max(
         (int(file.stem.split("-")[1]) for file in files if file.stem[5:].isdigit()), default=0
     )
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+def end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Wait for a process, which must end well."""
     code = process.wait(DEADLINE_S)
-    require(code == 0, f"a run ended with exit {code}: {_said(folder)}")
+    require(code == 0, f"a run ended with exit {code}: {said(folder)}")
 
 
 def _latest(run_dir: Path) -> dict[str, Any]:
@@ -123,5 +141,6 @@ def _events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _said(folder: Path) -> str:
+def said(folder: Path) -> str:
+    """Return the end of what the processes of a folder have said."""
     return (folder / "said").read_text(encoding="utf-8", errors="replace").strip()[-500:]
