@@ -19,6 +19,8 @@ Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 Support = Literal["native", "emulated", "none"]
 Verdict = tuple[Support, str]
 """How well a device does a precision, and why in words."""
+CPUINFO = Path("/proc/cpuinfo")
+"""Where Linux describes the CPU: the only place from which its features are read."""
 
 
 def collect(device: str | None = None, *, with_git: bool = True) -> dict[str, Any]:
@@ -251,7 +253,7 @@ def _accelerators() -> list[dict[str, Any]]:
 def _cpuinfo() -> dict[str, str]:
     """Return the entries that Linux gives of the first core; empty on other systems."""
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        text = CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return {}
     first_core = text.split("\n\n", 1)[0]

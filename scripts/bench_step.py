@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import math
@@ -78,6 +79,21 @@ checkpoint: {{every_steps: 1000000}}
 """
 
 
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Keep a run off the screen, but for warnings that no run before it has told."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
+        yield
+    tell_once(told.getvalue())
+
+
+@functools.cache
+def tell_once(text: str) -> None:
+    """Print a text to stderr the first time that it comes."""
+    sys.stderr.write(text)
+
+
 def by_ampctl(dtype: str, dataset: str, steps: int) -> float:
     """Return microseconds a step, read from the times in ``metrics.jsonl``."""
     # Imported here, so that the process of the loop by hand holds nothing of ampctl.
@@ -88,7 +104,7 @@ def by_ampctl(dtype: str, dataset: str, steps: int) -> float:
     loaded = parse_recipe(
         RECIPE.format(dtype=dtype, dataset=dataset, steps=steps + WARM_UP), where="bench"
     )
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+    with tempfile.TemporaryDirectory() as folder, silent():
         run_dir = Path(folder) / "run"
         worker.train(loaded, run_dir=run_dir, resume=False, quiet=False)
         times = {

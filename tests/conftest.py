@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from cpus import WITH_FLOAT16, Cpu, python_path
 from hypothesis import settings
+
+from ampctl import environment
 
 settings.register_profile("ampctl", deadline=None, print_blob=True)
 settings.load_profile("ampctl")
@@ -21,6 +24,25 @@ def _one_thread() -> None:
     # Two threads on two shared cores make tiny float16 runs several times slower.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cpuinfo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("cpu") / "cpuinfo"
+    WITH_FLOAT16.write(file)
+    environment.CPUINFO = file
+    paths = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ |= {"CPUINFO_OF_TESTS": f"{file}", "PYTHONPATH": python_path(*paths)}
+    return file
+
+
+@pytest.fixture(autouse=True)
+def cpu(request: pytest.FixtureRequest, _cpuinfo: Path) -> Iterator[Cpu]:
+    """The CPU that the test sees; one with both half-precision dtypes, unless `on_each_cpu`."""
+    seen = getattr(request, "param", WITH_FLOAT16)
+    seen.write(_cpuinfo)
+    yield seen
+    WITH_FLOAT16.write(_cpuinfo)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 
+from cpus import python_path
 from processes import DEADLINE_S, Ended, Running
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -56,7 +57,7 @@ class Job:
             "MASTER_PORT": f"{self._store.port}",
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # it outlives the ranks, as the agent's does
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{TESTS}",
+            "PYTHONPATH": python_path(TESTS),
         }
         self.ranks: list[Running] = []
         for rank, (file, argv) in enumerate(zip(self._errors, argvs, strict=True)):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cpus import Cpu, on_each_cpu
+from processes import spawn, starting
 
 import ampctl
 from ampctl import environment
@@ -140,6 +142,18 @@ def test_the_reason_names_the_units_that_were_found(monkeypatch) -> None:
     assert "rehearsal" in float16_is_native("cpu")[1]
 
 
+@on_each_cpu
+def test_every_process_of_a_test_sees_the_cpu_of_the_test(folder: Path, cpu: Cpu) -> None:
+    here = (bfloat16_is_native("cpu"), float16_is_native("cpu"))
+    assert [native for native, _ in here] == [cpu.bfloat16, cpu.float16]
+    names = "bfloat16_is_native, float16_is_native"
+    program = f"from ampctl.environment import {names}; print([f('cpu') for f in ({names})])"
+    assert spawn("-c", program).stdout == f"{list(here)}\n"
+    with starting(folder) as start:
+        forked = start("env", "--json").wait()
+    assert json.loads(forked.out)["cpu"]["model"] == f"CPU {cpu.name}"
+
+
 @pytest.mark.parametrize(
     ("capabilities", "supports"),
     [
@@ -168,10 +182,7 @@ def test_a_device_that_is_not_here_does_nothing_natively(monkeypatch) -> None:
 
 
 def test_a_system_without_cpuinfo_still_has_facts(monkeypatch) -> None:
-    def missing(*args: object, **options: object) -> str:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(Path, "read_text", missing)
+    monkeypatch.setattr(environment, "CPUINFO", Path("/proc/none"))
     assert environment._cpu_flags() is None
     assert collect()["cpu"]["model"]
 

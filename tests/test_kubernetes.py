@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from cpus import python_path
 from processes import starting
 from test_launch import RECIPE
 from test_slurm import free_port, program
@@ -153,7 +154,7 @@ def test_two_pods_of_the_manifest_are_one_job(folder: Path) -> None:
     program(folder / "bin" / "ampctl", f'exec "{sys.executable}" -m ampctl "$@"')
     text = container()["args"][0].replace("digits ", "recipe.yaml ", 1)
     text = text.replace("/runs/", f"{folder}/runs/")
-    variables = {**of_training_operator(free_port()), "PYTHONPATH": f"{ROOT}"}
+    variables = {**of_training_operator(free_port()), "PYTHONPATH": python_path(ROOT)}
     pods = [pod(folder, text, **variables) for _ in range(2)]
     try:
         assert [each.wait(DEADLINE_S) for each in pods] == [0, 0]

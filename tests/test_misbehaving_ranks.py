@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cpus import python_path
 from jobs import GRACE_S, TESTS, Job, JobEnded, job
 from processes import read_events, starting
 
@@ -342,7 +343,7 @@ def test_dd11_each_line_is_said_once_and_a_warning_with_its_rank(start: Start) -
 def test_the_launcher_tells_the_stuck_rank_once_and_leaves_no_process(
     start: Start, folder: Path
 ) -> None:
-    with starting(folder, PYTHONPATH=f"{TESTS.parent}", OMP_NUM_THREADS="1") as launch:
+    with starting(folder, PYTHONPATH=python_path(TESTS.parent), OMP_NUM_THREADS="1") as launch:
         words = ("train", "recipe.yaml", "--nproc-per-node", "2", "--run-dir", "e", "--quiet")
         ended = launch(*words, SHORT, "model.fault=hang").wait()
     assert ended.code == 5

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cpus import Cpu, on_each_cpu
 from states import Net, batches, make_state
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
-from ampctl import environment, rng
+from ampctl import rng
 from ampctl.amp.modules import set_module_dtypes
 from ampctl.build import build_job
 from ampctl.cli import app
@@ -97,6 +98,11 @@ class Probabilities:
 # ---------------------------------------------------------------- what was built
 
 
+def of_hardware(cpu: Cpu) -> list[tuple[str, str]]:
+    """Return what is found of any float16 run on a CPU."""
+    return [] if cpu.float16 else [("dtype-not-in-hardware", "warning")]
+
+
 def test_a_finding_has_a_promised_name_and_two_lines() -> None:
     finding = Finding("no-gradient", "head.weight", "it is so", "Do this.")
     assert str(finding) == "no-gradient: head.weight: it is so\n    Do this."
@@ -105,26 +111,31 @@ def test_a_finding_has_a_promised_name_and_two_lines() -> None:
     assert all(re.fullmatch("[a-z0-9-]+", name) for name in MEANINGS)
 
 
-def test_op1_trainable_float16_parameters_are_named_and_frozen_ones_are_not() -> None:
+@on_each_cpu
+def test_op1_trainable_float16_parameters_are_named_and_frozen_ones_are_not(cpu: Cpu) -> None:
     model = Net()
     model.head.half()
-    (finding,) = static_findings(state_of(model, optimizer=torch.optim.SGD, lr=0.1), CPU)
+    state = state_of(model, optimizer=torch.optim.SGD, lr=0.1)
+    finding, *others = static_findings(state, CPU)
+    assert names(others) == of_hardware(cpu)
     assert (finding.name, finding.severity) == ("half-parameters", "error")
     assert finding.place == "head.weight, head.bias"
     assert "2 trainable parameters are float16" in finding.reason
     assert "amp.upcast=true" in finding.remedy
     model.head.requires_grad_(False)
-    assert static_findings(state_of(model), CPU) == []
+    assert names(static_findings(state_of(model), CPU)) == of_hardware(cpu)
 
 
-def test_op2_an_eps_that_is_zero_in_float16_is_named_with_its_optimizer() -> None:
+@on_each_cpu
+def test_op2_an_eps_that_is_zero_in_float16_is_named_with_its_optimizer(cpu: Cpu) -> None:
     model = Net()
     model.head.half()
     found = static_findings(state_of(model, optimizer=torch.optim.AdamW), CPU)
-    assert names(found) == [("half-parameters", "error"), ("vanishing-eps", "error")]
+    half, eps = ("half-parameters", "error"), ("vanishing-eps", "error")
+    assert names(found) == [half, eps, *of_hardware(cpu)]
     assert found[1].place == "optimizer"
     assert "eps 1e-08 of AdamW is 0 in float16" in found[1].reason
-    assert names(static_findings(state_of(model, eps=1e-4), CPU)) == [("half-parameters", "error")]
+    assert names(static_findings(state_of(model, eps=1e-4), CPU)) == [half, *of_hardware(cpu)]
 
 
 def test_ac5_trainable_bfloat16_parameters_are_a_warning() -> None:
@@ -148,16 +159,15 @@ def test_sp4_an_optimizer_without_trainable_parameters_is_named() -> None:
     assert "SGD got no trainable parameter of Net: all 6 are frozen" in finding.reason
 
 
-def test_ac6_a_dtype_that_the_hardware_lacks_is_said_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(environment, "float16_is_native", lambda kind: (False, f"no {kind} has it"))
-    monkeypatch.setattr(environment, "bfloat16_is_native", lambda kind: (True, "it has"))
+@on_each_cpu
+def test_ac6_a_dtype_that_the_hardware_lacks_is_said_with_the_reason(cpu: Cpu) -> None:
     state = state_of(Net())
-    (finding,) = static_findings(state, CPU)
-    assert (finding.name, finding.severity) == ("dtype-not-in-hardware", "warning")
-    assert "float16 is emulated on this cpu: no cpu has it" in finding.reason
-    for silent in (CUDA, Target("cpu", "bfloat16"), Target("cpu", "float32")):
+    for dtype, is_native in (("float16", cpu.float16), ("bfloat16", cpu.bfloat16)):
+        found = static_findings(state, Target("cpu", dtype))
+        assert names(found) == ([] if is_native else [("dtype-not-in-hardware", "warning")])
+        for finding in found:
+            assert f"{dtype} is emulated on this cpu: this CPU has none of AMX-" in finding.reason
+    for silent in (CUDA, Target("cpu", "float32")):
         assert static_findings(state, silent) == []
 
 

@@ -16,6 +16,7 @@ from signal import SIGTERM, SIGUSR1
 from typing import Any
 
 import pytest
+from cpus import python_path
 from processes import DEADLINE_S, Ended, Running, read_events, spawn, starting
 from test_restart import RECIPE, TESTS, TWO, rank_pids, slow_disk, undisturbed
 from test_resume_exact import assert_same, last
@@ -30,7 +31,7 @@ LINE = ("train", "recipe.yaml", "--run-dir", "d")
 
 @pytest.fixture(autouse=True)
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{folder / 'disk'}:{TESTS}:{TESTS.parent}")
+    monkeypatch.setenv("PYTHONPATH", python_path(folder / "disk", TESTS, TESTS.parent))
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "disk").mkdir()
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpus import python_path
 from processes import Running, read_events, starting
 from test_resume_exact import assert_same, last
 from torch import Tensor, nn
@@ -101,7 +102,7 @@ class Task:
 
 @pytest.fixture(autouse=True)
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{folder / 'disk'}:{TESTS}:{TESTS.parent}")
+    monkeypatch.setenv("PYTHONPATH", python_path(folder / "disk", TESTS, TESTS.parent))
     (folder / "disk").mkdir()
     (folder / "recipe.yaml").write_text(RECIPE)
 
@@ -117,7 +118,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The end of the run that nothing happens to."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "recipe.yaml").write_text(RECIPE)
-    home = {"PYTHONPATH": f"{TESTS}:{TESTS.parent}", "XDG_STATE_HOME": f"{folder}"}
+    home = {"PYTHONPATH": python_path(TESTS, TESTS.parent), "XDG_STATE_HOME": f"{folder}"}
     with starting(folder, **home) as start:
         ended = start("train", "recipe.yaml", "--run-dir", "d", *TWO).wait()
     assert (ended.code, ended.err) == (0, "")

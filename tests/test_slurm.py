@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import typer.main
+from cpus import python_path
 
 from ampctl.cli import app
 from ampctl.track.metrics import read_metrics
@@ -251,7 +252,7 @@ class Cluster:
             **{name: value for name, value in os.environ.items() if "SLURM" not in name},
             "SLURM_CONF": f"{folder / 'slurm.conf'}",
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{ROOT}",
+            "PYTHONPATH": python_path(ROOT),
             "XDG_STATE_HOME": f"{folder / 'state-home'}",
             "OMP_NUM_THREADS": "1",
             "NPROC_PER_NODE": "2",

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpus import python_path
 from processes import DEADLINE_S, read_events
 from test_ddp import events, one
 from test_restart import RECIPE, TESTS, begun, undisturbed
@@ -102,7 +103,7 @@ def ip(*argv: str) -> None:
 @pytest.fixture
 def nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, Node]]:
     """Lay the cable; skip where that is not allowed. All is taken away again, whatever happens."""
-    monkeypatch.setenv("PYTHONPATH", f"{TESTS}:{TESTS.parent}")
+    monkeypatch.setenv("PYTHONPATH", python_path(TESTS, TESTS.parent))
     for name in ("GLOO_SOCKET_IFNAME", "PET_RDZV_CONF"):
         monkeypatch.delenv(name, raising=False)
     (folder / "recipe.yaml").write_text(RECIPE)

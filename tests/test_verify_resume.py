@@ -12,6 +12,7 @@ from typing import Any
 
 import processes
 import pytest
+from cpus import python_path
 from test_resume_exact import RECIPE
 from typer.testing import CliRunner, Result
 
@@ -275,7 +276,7 @@ def test_the_runs_are_fresh_processes_and_a_fault_of_the_users_own_keeps_its_tra
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(proof, "_in_process", IN_PROCESS)
-    monkeypatch.setenv("PYTHONPATH", f"{TESTS}:{TESTS.parent}")
+    monkeypatch.setenv("PYTHONPATH", python_path(TESTS, TESTS.parent))
     argv = ["recipe.yaml", "--resume", "task={_target_: forgetful_parts.Dies, how: here}"]
     result = CliRunner().invoke(app, ["verify", *argv])
     assert result.exit_code == 1
