@@ -43,6 +43,7 @@ ELSEWHERE = {
     "source .venv/bin/activate",
     "scripts/test",
     "scripts/test --slow",
+    "scripts/test --oldest",
     "scripts/gpu_check",
     "scripts/gpu_check --device cpu --tiny",
 }
@@ -354,10 +355,12 @@ def checkout(folder: Path) -> Path:
     echo "$*" >> "{folder}/calls"
     case "$*" in
         "-c "*) exit 0 ;;
-        "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+        "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+        scripts/*) exec "{sys.executable}" "$@" ;;
         *"pip install"*)
             [[ -z "${{NO_NETWORK:-}}" ]] || exit 1
-            cp "{folder}/stand-ins/"* .venv/bin ;;
+            echo "${{PIP_CONSTRAINT:-}}" >> "{folder}/constraints"
+            cp "{folder}/stand-ins/"* "$(dirname "$0")" ;;
     esac
     """
     script(folder / "python", installing)
@@ -480,6 +483,25 @@ def test_the_test_script_takes_slow_and_arguments_for_pytest(checkout: Path) -> 
     assert done.stdout.splitlines()[-1] == (
         "pytest ran: -n 2 --dist loadfile tests/test_x.py -k a b"
     )
+
+
+def test_d21_the_oldest_versions_have_an_environment_of_their_own(checkout: Path) -> None:
+    run_script(checkout, "checkout/scripts/test")
+    for _ in range(2):
+        done = run_script(checkout, "checkout/scripts/test", "--oldest", "--slow", "-x")
+        assert done.returncode == 0, done.stdout
+        ran = [line for line in done.stdout.splitlines() if " ran: " in line]
+        assert ran == ["pytest ran: -n 2 --dist loadfile -x"]
+    assert installs(checkout) == [".[dev]", ".[dev]"]
+    constraints = (checkout.parent / "constraints").read_text(encoding="utf-8").splitlines()
+    assert constraints == ["", ".venv-oldest/lower-bounds.txt"]
+    given = (checkout / constraints[1]).read_text(encoding="utf-8").splitlines()
+    pyproject = (checkout / "pyproject.toml").read_text(encoding="utf-8")
+    bounds = re.findall(r"^.*\"([\w-]+)>=([\d.]+)\"", pyproject, re.MULTILINE)
+    wanted = [f"{name}=={version}" for name, version in bounds]
+    assert len(wanted) > 12
+    assert sorted(given) == sorted(wanted)
+    assert ".venv-oldest/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
 
 def test_the_development_install_serves_quickstart_too(checkout: Path) -> None:
