@@ -2,11 +2,13 @@
 
 import sys
 
+from ampctl import surroundings
 from ampctl.recipe.current_folder import close_current_folder
 
 
 def main() -> None:
     """Run the command line."""
+    surroundings.require()
     close_current_folder()  # before anything is imported that is not Python's or ampctl's own
     import faulthandler
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ampctl.data.move import to_channels_last_
 from ampctl.errors import RecipeError, UsageError
 from ampctl.recipe.fault import failure
 from ampctl.recipe.load import LoadedRecipe
@@ -42,7 +43,7 @@ def build_model(
     if not spread_later:
         model = model.to(device)
     if recipe.train.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+        to_channels_last_(model)
     return model
 
 

@@ -49,6 +49,7 @@ FLOORS = {
     "tasks": 1,
     "build": 2,
     "parts": 2,
+    "surroundings": 0,
     "parallel": 2,
     "state": 2,
     "step": 2,

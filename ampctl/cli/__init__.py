@@ -11,7 +11,7 @@ import typer
 
 from ampctl import __version__
 from ampctl.cli import checkpoints, recipes, runs, screen, verification
-from ampctl.cli.options import Json
+from ampctl.cli.options import Command, Json
 
 app = typer.Typer(
     name="ampctl",
@@ -46,14 +46,14 @@ def env(as_json: Json = False) -> None:
         screen.show({**facts, "precisions": rows}, environment.describe(facts, rows), as_json)
 
 
-app.command()(runs.train)
-app.command()(runs.resume)
-app.command()(runs.check)
-app.command("inspect")(checkpoints.inspect)
-app.command("eval")(checkpoints.evaluate)
-app.command()(verification.verify)
-app.command("export")(checkpoints.export)
-app.command()(recipes.show)
-app.command()(recipes.schema)
-app.command()(env)
+app.command(cls=Command)(runs.train)
+app.command(cls=Command)(runs.resume)
+app.command(cls=Command)(runs.check)
+app.command("inspect", cls=Command)(checkpoints.inspect)
+app.command("eval", cls=Command)(checkpoints.evaluate)
+app.command(cls=Command)(verification.verify)
+app.command("export", cls=Command)(checkpoints.export)
+app.command(cls=Command)(recipes.show)
+app.command(cls=Command)(recipes.schema)
+app.command(cls=Command)(env)
 app.add_typer(recipes.app, name="recipes")

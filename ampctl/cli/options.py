@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+
+class Command(TyperCommand):
+    """A command that takes no empty words: they are variables of the shell that are not set."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse an empty argument, or value of an option, by name; then read them."""
+        for place, word in enumerate(args):
+            if not word.strip() or re.fullmatch(r"--[\w-]+=\s*", word):
+                before = args[place - 1] if place and args[place - 1].startswith("--") else ""
+                name = word.partition("=")[0].strip() or before or f"argument {place + 1}"
+                raise typer.BadParameter(f"{name} is empty; is a variable of the shell unset?")
+        return super().parse_args(ctx, args)
+
 
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ampctl.cli import screen
-from ampctl.cli.options import Json, Overrides, RecipeArgument
+from ampctl.cli.options import Command, Json, Overrides, RecipeArgument
 from ampctl.errors import UsageError, as_argument
 
 app = typer.Typer(help="List, show and copy the recipes that come with ampctl.")
@@ -51,7 +51,7 @@ def _recipes(context: typer.Context) -> None:
         list_recipes()
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_recipes(as_json: Json = False) -> None:
     """List the built-in recipes."""
     with screen.told():
@@ -62,7 +62,7 @@ def list_recipes(as_json: Json = False) -> None:
         screen.show(found, [f"{name:<{width}}  {text}" for name, text in found.items()], as_json)
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show_recipe(name: Annotated[str, typer.Argument(help="The recipe's name.")]) -> None:
     """Print a built-in recipe."""
     with screen.told():
@@ -71,7 +71,7 @@ def show_recipe(name: Annotated[str, typer.Argument(help="The recipe's name.")])
         screen.echo(builtin.builtin_path(name).read_text(encoding="utf-8").rstrip())
 
 
-@app.command("copy")
+@app.command("copy", cls=Command)
 def copy_recipe(
     name: Annotated[str, typer.Argument(help="The recipe's name.")],
     destination: Annotated[

@@ -99,6 +99,10 @@ class MapData:
             window = [first, *(next(batches) for _ in range(sizes.popleft() - 1))]
             yield window, self.order.samples_of_step(step)
 
+    def alone(self) -> Any:
+        """Return a micro-batch of one sample, read in this process."""
+        return self._reader.read_here(Request(0, 0, self.order.permutation(0)[:1]))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the length: the order follows from it, the seed and the progress."""
         return {"num_samples": self.order.num_samples}
@@ -204,6 +208,9 @@ class _Reader:
             received += 1
             self._fetcher.pass_over()
             yield Borrowed(batch) if request.borrowed else batch
+
+    def read_here(self, request: Request) -> Any:
+        return self._fetcher[request]
 
     def close(self) -> None:
         if self._loader is not None and self._loader._iterator is not None:

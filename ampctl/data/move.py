@@ -6,10 +6,23 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+CHANNELS_LAST: Mapping[int, torch.memory_format] = MappingProxyType(
+    {4: torch.channels_last, 5: torch.channels_last_3d}
+)
+"""The memory format of a tensor by its number of dimensions; others have none."""
+
+
+def to_channels_last_(model: nn.Module) -> None:
+    """Lay out a model's weights and buffers with the channels last, those of images and volumes."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.ndim in CHANNELS_LAST:
+            tensor.data = tensor.data.contiguous(memory_format=CHANNELS_LAST[tensor.ndim])
 
 
 def pinned(batch: Any) -> Any:
@@ -20,13 +33,14 @@ def pinned(batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) -> Any:
-    """Return the batch with every tensor on ``device``, in channels-last order if 4-d and asked.
+    """Return the batch with every tensor on ``device``, in channels-last order if asked.
 
     Tuples, lists, mappings and objects with a ``to`` method are followed; other values pass.
     """
     if isinstance(batch, Tensor):
-        if channels_last and batch.ndim == 4:
-            return batch.to(device, non_blocking=True, memory_format=torch.channels_last)
+        if channels_last and batch.ndim in CHANNELS_LAST:
+            layout = CHANNELS_LAST[batch.ndim]
+            return batch.to(device, non_blocking=True, memory_format=layout)
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple | list):
         moved = [to_device(part, device, channels_last=channels_last) for part in batch]

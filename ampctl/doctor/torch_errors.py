@@ -19,14 +19,17 @@ Steps = Sequence[tuple[FrameType, int]]
 _TORCH = Path(torch.__file__).parent
 _AMP = _TORCH / "amp"
 _OVERFLOW = re.compile(r"cannot be converted to type (?:c10|at)::(\w+) without overflow")
+LONE_SAMPLE = "Expected more than 1 value per channel"
 _HALVES = {"Half": "float16", "BFloat16": "bfloat16"}
 
 
 def meaning(error: Exception, steps: Steps, model: nn.Module) -> str | None:
     """Return what an error means and what to do, or None if it is not one of those known here."""
+    said = str(error)
+    if isinstance(error, ValueError) and LONE_SAMPLE in said:
+        return _lone_sample(steps, model)
     if not isinstance(error, RuntimeError):
         return None
-    said = str(error)
     return (
         _constant(said, steps, model)
         or _autograd_function(said, steps, model)
@@ -34,6 +37,16 @@ def meaning(error: Exception, steps: Steps, model: nn.Module) -> str | None:
         or _sharded(said)
         or _anomaly_mode(said)
         or _old_graph(said)
+    )
+
+
+def _lone_sample(steps: Steps, model: nn.Module) -> str:
+    layer = innermost_module(steps, model)
+    where = f" model.{layer[0]} ({layer[1]})" if layer else ""
+    return (
+        f"a micro-batch holds one sample, and the BatchNorm{where} takes the variance of more than "
+        "one value a channel. Set data.drop_last=true, or a data.batch_size (and "
+        "data.micro_batch_size) that leaves no single sample over."
     )
 
 

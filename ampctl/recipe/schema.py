@@ -149,7 +149,7 @@ class TrainConfig:
     )
     device: str = key("auto", "auto, cpu, cuda, cuda:1, mps or xpu")
     compile: bool | Mapping[str, Any] = key(False, "true, or the arguments of torch.compile")
-    channels_last: bool = key(False, "channels-last memory format for 4-d tensors")
+    channels_last: bool = key(False, "channels-last memory format for 4-d and 5-d tensors")
     ema_decay: float | None = key(
         None, "decay of an exponential moving average of the weights", above=0, below=1
     )

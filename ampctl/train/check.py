@@ -13,6 +13,7 @@ from ampctl.build import Job
 from ampctl.data.loader import EvalData
 from ampctl.distributed.env import choose_device
 from ampctl.doctor.finding import Target
+from ampctl.doctor.lone_sample import refuse_lone_sample
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import examine
 from ampctl.doctor.precision_preflight import preflight
@@ -47,6 +48,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
     state = job.state
     try:
         refuse_unsavable(job, begun=False)
+        refuse_lone_sample(job)
         first = next(iter(job.train_data.windows(0, 0)), None)
         if first is None:
             raise UsageError("data.train: the iterable data set gave no step")

@@ -22,6 +22,7 @@ from ampctl.distributed.env import StopSignals, ended_at_once
 from ampctl.distributed.heed import Heed
 from ampctl.distributed.member import seconds_to_save
 from ampctl.distributed.ranks import Ranks, Writers, from_environment
+from ampctl.doctor.lone_sample import refuse_lone_sample
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.errors import (
     AmpctlError,
@@ -244,6 +245,7 @@ def _prepare(job: Job, run_dir: Path, origin: Origin | None, console: Console) -
     """Examine a job and restore its state; return None if the run is complete already."""
     require_same_data(job)
     refuse_unsavable(job, begun=False)
+    refuse_lone_sample(job)
     for finding in preflight(job):
         if job.state.ranks.is_first:
             console.warn(str(finding))
