@@ -29,7 +29,7 @@ from ampctl.modes import set_to_train
 from ampctl.parallel import in_ddp, shard
 from ampctl.parts import build_model, build_part, build_task, length_of, wrong
 from ampctl.plain import masks
-from ampctl.preflight import refuse_unknown_targets, refuse_unsupported
+from ampctl.preflight import refuse_odd_numbers, refuse_unknown_targets, refuse_unsupported
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import Recipe
 from ampctl.state import TrainState
@@ -72,6 +72,7 @@ def build_job(
     """
     refuse_unsupported(loaded)
     refuse_unknown_targets(loaded)
+    refuse_odd_numbers(loaded)
     recipe = loaded.recipe
     device, precision = settle_device(recipe, ranks)
     rng.seed_everything(recipe.seed)

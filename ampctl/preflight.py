@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from ampctl.errors import Problem, RecipeError
+from ampctl.recipe.arguments import parameters_of
+from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
-from ampctl.recipe.schema import Recipe, block_key, by_name
-from ampctl.recipe.target import problems_of
+from ampctl.recipe.schema import TARGET, Recipe, block_key, by_name
+from ampctl.recipe.target import locate, problems_of
 
 _SCALING = (
     "init_scale",
@@ -71,6 +74,39 @@ def refuse_unknown_targets(loaded: LoadedRecipe) -> None:
     ]
     if problems:
         raise RecipeError(problems)
+
+
+def refuse_odd_numbers(loaded: LoadedRecipe) -> None:
+    """Raise RecipeError for numbers of optimizers and schedulers that nothing can be trained with.
+
+    torch's constructors take an infinity. One that is an argument's own default may be given.
+    """
+    problems = []
+    for section in ("optimizer", "scheduler"):
+        for name, block in by_name(getattr(loaded.recipe, section)).items():
+            signature = parameters_of(locate(block[TARGET]))
+            for key, value in _numbers(block, block_key(section, name)):
+                argument = key.rpartition(".")[2]
+                default = getattr(signature.get(argument), "default", None)
+                if math.isfinite(value) or value == default:
+                    continue
+                least = ", at least 0" if argument in ("lr", "weight_decay") else ""
+                message = f"got {value:g}; allowed: a finite number{least}"
+                problems.append(loaded.problem(key, message))
+    if problems:
+        raise RecipeError(problems)
+
+
+def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
+    """Yield each fraction in a block with its dotted key."""
+    if isinstance(value, float):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _numbers(part, child(key, name))
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from _numbers(part, child(key, index))
 
 
 def unknown_metric(

@@ -84,3 +84,34 @@ class FunctionalBag(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.table, sparse=True).mean(1)
+
+
+class Island(nn.Module):
+    """A float32 island whose gradient no half precision can hold."""
+
+    def __init__(self, factor: float = 2.0**21) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.head(y.float() * self.factor) / self.factor
+
+
+class Bounded(torch.optim.SGD):
+    """An optimizer whose argument is infinite where nobody gives it."""
+
+    def __init__(self, params: Any, lr: float, most: float = float("inf")) -> None:
+        super().__init__(params, lr=lr)
+
+
+class Spoils(torch.optim.SGD):
+    """An optimizer that leaves infinities in the weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.fill_(float("inf"))

@@ -344,7 +344,7 @@ def _load_one(source: Path, look: bool, passed: Passed) -> Loaded:
         raise UnusableCheckpointError(
             source,
             f"it holds NaN or infinity in {first_of(names) or 'some of its state'}",
-            "name a finite one, or the run folder for its newest; `ampctl doctor` examines it",
+            "name a finite one, or the run folder for its newest",
         )
     run_dir = path.parent.parent if path.parent.name == FOLDER else None
     return Loaded(path, payload, run_dir, entry)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctl.doctor import reasons
+from ampctl.doctor import reasons, remedy
 from ampctl.doctor.replay import (
     Replay,
+    at_scale,
     half_modules,
     in_dtype,
     in_float32,
@@ -25,11 +26,8 @@ from ampctl.doctor.replay import (
     unchanged,
     without_scale,
 )
-from ampctl.doctor.watch import Event
 from ampctl.errors import first_of
-from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
-from ampctl.updater import Updater
 
 # Trained weights hardly ever pass this; those of a run that diverges do so within a few steps.
 _GROWN = 1e3
@@ -100,19 +98,36 @@ def _verdict(
     if isinstance(full, Replay) and not full.is_finite:
         return _in_any_precision(state, window, full)
     if low.is_finite:
-        return Diagnosis(
-            "run again, the step is finite: the fault depends on random numbers (dropout draws "
-            "anew), or on the scale that was in force",
-            "resume from the newest checkpoint; if it stops again, lower amp.init_scale",
-            module=low.hidden[0].place.module if low.hidden else None,
-            override=f"amp.init_scale={state.scale_on_host / 2:g}" if _scales(state) else None,
-            is_reproduced=False,
-        )
-    if low.first is not None and low.first.node is not None and _scales(state):
-        unscaled = tried(without_scale(state), window)
-        if isinstance(unscaled, Replay) and unscaled.is_finite:
-            return _scale_too_large(state, low, low.first)
+        return _not_again(state, low)
+    in_backward = low.first is not None and low.first.node is not None
+    if in_backward and remedy.scale_can_fall(state) and _is_finite(without_scale(state), window):
+        return _scale_too_large(state, window, low)
     return _of_low_precision(state, window, low)
+
+
+def _not_again(state: TrainState, low: Replay) -> Diagnosis:
+    """Say of a step that is finite now how this pass differs from that of the run."""
+    differs, advice, override = [], "", None
+    if low.drew:
+        differs.append("random numbers are drawn anew (dropout)")
+        advice = "go on: another draw may be finite"
+    if remedy.scale_can_fall(state) and not state.amp.static:
+        differs.append(f"the loss scale is {state.scale_on_host:g} by now")
+        for scale in remedy.lower_scales(state, 2)[:1]:
+            override = f"amp.init_scale={scale:g}"
+            advice = f"go on at a lower scale: set {override}"
+    if state.compiled:
+        differs.append("the model runs as it is written, not compiled")
+        override = "train.compile=false"
+        advice = f"set {override} (tried on this batch: finite)"
+    what = "; ".join(differs) or "nothing that is known differs, so the step does not repeat"
+    return Diagnosis(
+        f"not found: run again, the step is finite; {what}",
+        advice or "set train.deterministic=true, which makes most operations repeat",
+        module=low.hidden[0].place.module if low.hidden else None,
+        override=override,
+        is_reproduced=False,
+    )
 
 
 def _in_any_precision(state: TrainState, window: Sequence[Any], full: Replay) -> Diagnosis:
@@ -125,20 +140,24 @@ def _in_any_precision(state: TrainState, window: Sequence[Any], full: Replay) ->
     return Diagnosis(
         f"the step is not finite in float32 either: {cause}",
         "; ".join(filter(None, (advice, large)))
-        or f"the values are too large for any precision: lower {_rate(state)}, set amp.clip_norm "
-        "(1.0, say), or look at what the model multiplies",
+        or f"the values are too large for any precision: lower {remedy.rate(state)}, "
+        f"{remedy.clip(state)}, or look at what the model multiplies",
         module=full.first.place.module if full.first is not None else _owner(tensor),
         tensor=tensor,
-        override=_lower_rate(state, grown) if grown or not (advice or large) else None,
+        override=remedy.lower_rate(state, grown) if grown or not (advice or large) else None,
     )
 
 
-def _scale_too_large(state: TrainState, low: Replay, event: Event) -> Diagnosis:
+def _scale_too_large(state: TrainState, window: Sequence[Any], low: Replay) -> Diagnosis:
     """The gradients are finite but for the loss scale."""
+    event = low.first
+    assert event is not None, "an operation of the backward pass was bad"
     scale = f"{state.scale_on_host:g}"
     fix = "amp.static=false" if state.amp.static else "amp.min_scale=1"
     if not state.amp.static and state.amp.min_scale <= 1:
-        fix = f"amp.init_scale={state.scale_on_host / 2**4:g}"
+        scales = remedy.lower_scales(state, 2**4)
+        helps = (each for each in scales if _is_finite(at_scale(state, each), window))
+        fix = f"amp.init_scale={next(helps, 1):g}"
     return Diagnosis(
         f"the gradient times the loss scale {scale} overflows {reasons.dtype(event.dtype)} in "
         f"{reasons.place(event)} ({reasons.operation(event)}); without the scale it is finite",
@@ -147,6 +166,11 @@ def _scale_too_large(state: TrainState, low: Replay, event: Event) -> Diagnosis:
         tensor=(low.bad_gradients or (None,))[0],
         override=fix,
     )
+
+
+def _is_finite(state: TrainState, window: Sequence[Any]) -> bool:
+    found = tried(state, window)
+    return isinstance(found, Replay) and found.is_finite
 
 
 def _of_low_precision(state: TrainState, window: Sequence[Any], low: Replay) -> Diagnosis:
@@ -162,7 +186,7 @@ def _of_low_precision(state: TrainState, window: Sequence[Any], low: Replay) -> 
     large = _too_large(state, window)
     grown = _grown(state)
     if grown:  # another dtype would only put off the end
-        helps, override = "", _lower_rate(state, grown)
+        helps, override = "", remedy.lower_rate(state, grown)
     else:
         helps, override = _what_helps(state, window, module)
     return Diagnosis(
@@ -186,7 +210,7 @@ def _too_large(state: TrainState, window: Sequence[Any]) -> str:
     if _grown(state):
         return (
             f"the weights have grown to {reasons.short(weight)} ({name}): lower "
-            f"{_rate(state, name)} or set amp.clip_norm, and start from an earlier checkpoint"
+            f"{remedy.rate(state, name)} or {remedy.clip(state)}, and start from before they grew"
         )
     place, value = _largest_input(window)
     if value > _LARGE_INPUT:
@@ -199,14 +223,12 @@ def _what_helps(
 ) -> tuple[str, str | None]:
     """Try bfloat16, and float32 for one module; say what was finite, and how to choose it."""
     found: list[tuple[str, str]] = []
-    if state.precision.name == "float16":
-        other = tried(in_dtype(state, "bfloat16"), window)
-        if isinstance(other, Replay) and other.is_finite:
-            found.append(("amp.dtype=bfloat16", "amp.dtype=bfloat16"))
+    if state.precision.name == "float16" and _is_finite(in_dtype(state, "bfloat16"), window):
+        found.append(("amp.dtype=bfloat16", "amp.dtype=bfloat16"))
     if module and not set(module) & set("*?["):  # a name that is no glob of another
         with module_in_float32(state, module):
-            other = tried(state, window)
-        if isinstance(other, Replay) and other.is_finite:
+            helps = _is_finite(state, window)
+        if helps:
             found.append((f'amp.modules: {{"{module}": float32}}', ""))
     if not found and half_modules(state):
         other_dtype = "" if state.precision.name == "float32" else "set amp.dtype=float32 and "
@@ -218,10 +240,6 @@ def _what_helps(
     return f"set {choice} (tried on this batch: finite)", override
 
 
-def _scales(state: TrainState) -> bool:
-    return state.scaler.enabled and state.scale_on_host > 1
-
-
 def _bad_weights(state: TrainState) -> Diagnosis | None:
     given = state.nonfinite_by_design
     bad = {n: p for n, p in state.bare.named_parameters() if not bool(torch.isfinite(p).all())}
@@ -231,11 +249,11 @@ def _bad_weights(state: TrainState) -> Diagnosis | None:
         return None
     return Diagnosis(
         f"weights are not finite: {first_of(weights)}",
-        f"the weights were lost before this step: lower {_rate(state, weights[0])} or set "
-        "amp.clip_norm, and start from an earlier checkpoint",
+        f"the weights were lost before this step: lower {remedy.rate(state, weights[0])} or "
+        f"{remedy.clip(state)}, and start from before that",
         module=_owner(weights[0]),
         tensor=weights[0],
-        override=_lower_rate(state, weights[0]),
+        override=remedy.lower_rate(state, weights[0]),
     )
 
 
@@ -248,31 +266,6 @@ def _bad_inputs(window: Sequence[Any]) -> Diagnosis | None:
         "repair or leave out these samples in the data set",
         tensor=inputs[0],
     )
-
-
-def _trainer(state: TrainState, weight: str | None) -> Updater | None:
-    """Return the only optimizer, or of several the one that trains a weight."""
-    if len(state.updaters) == 1:
-        return state.updaters[0]
-    named = dict(state.bare.named_parameters()).get(weight or "")
-    own = (each for each in state.updaters if any(p is named for p in each.parameters))
-    return next(own, None)
-
-
-def _rate(state: TrainState, weight: str | None = None) -> str:
-    """Return the key of the rate that moves a weight."""
-    updater = _trainer(state, weight)
-    return f"{block_key('optimizer', updater.name if updater is not None else 'NAME')}.lr"
-
-
-def _lower_rate(state: TrainState, weight: str | None = None) -> str | None:
-    """Return an override that lowers the rate of a weight to a tenth."""
-    updater = _trainer(state, weight)
-    if updater is None:
-        return None
-    group = updater.optimizer.param_groups[0]
-    rate = float(group.get("initial_lr", group["lr"]))
-    return f"{_rate(state, weight)}={rate / 10:g}" if rate else None
 
 
 def _grown(state: TrainState) -> str | None:

@@ -148,10 +148,18 @@ def _indefinite(event: Event) -> Reason | None:
             f"{what.get(name, operation(event) + ' of inf')} in {where} gives NaN",
             "keep the infinity from there: choose with torch.where before it is made, not after",
         )
-    if name not in _DIVISIONS or not (event.zeros or (name == "div" and 0.0 in event.numbers)):
+    by_zero = event.zeros or (name == "div" and 0.0 in event.numbers)
+    is_division = name in _DIVISIONS or (name == "pow" and min(event.numbers, default=0.0) < 0)
+    if not (is_division and by_zero):
         return None
     zero = "0 / 0" if event.holds.nan else "division by zero"
     forward = _forward_name(event)
+    if event.node is not None and forward not in (*_DIVISIONS, "log", "sqrt", "pow"):
+        return Reason(
+            f"the derivative of {forward} is not finite in {where}: {zero}",
+            f"keep the argument of {forward} away from where that is so: add an eps to it, or "
+            "clamp it",
+        )
     if event.node is not None and forward in ("log", "sqrt", "pow", "rsqrt"):
         return Reason(
             f"the derivative of {forward} at 0 is not finite: {zero} in {where}",
@@ -194,14 +202,14 @@ def _undefined(event: Event) -> Reason | None:
 def _too_large(event: Event) -> Reason:
     name, kind = dtype(event.dtype), operation(event)
     limit = f"{name} ends at {torch.finfo(event.dtype).max:.5g}"
+    shown = f"{kind} in {place(event)} gives {event.holds} from finite inputs"
+    if event.holds.nan:
+        return Reason(f"{shown} (up to {short(event.largest)})")
     if event.parameter is not None and _plain(event) == "_to_copy":
         return Reason(
             f"parameter {event.parameter} has grown to {short(event.largest)}, and {limit}"
         )
-    return Reason(
-        f"{kind} in {place(event)} gives {event.holds} from finite inputs "
-        f"(up to {short(event.largest)}); {limit}"
-    )
+    return Reason(f"{shown} (up to {short(event.largest)}); {limit}")
 
 
 def _is_softmax(event: Event) -> bool:

@@ -29,7 +29,8 @@ class Replay:
     """One more forward and backward pass of a window, and what was seen of it.
 
     ``first`` is where the loss, or else a gradient, stopped being finite, ``then`` where its
-    infinity became NaN; ``hidden`` are infinities that reach neither.
+    infinity became NaN; ``hidden`` are infinities that reach neither. ``drew``: random numbers were
+    drawn in it.
     """
 
     loss: float
@@ -37,6 +38,7 @@ class Replay:
     first: Event | None
     then: Event | None
     hidden: tuple[Event, ...]
+    drew: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -63,7 +65,9 @@ def replay(state: TrainState, window: Sequence[Any]) -> Replay:
             _batch_kept(window),
             watch.trace,
         ):
+            before = _generators(state)
             loss = forward_backward(plain, window)
+            drew = _generators(state) != before
     finally:
         state.buffers.restore(torch.ones_like(state.scaler.current_scale))
     bad = {
@@ -75,7 +79,14 @@ def replay(state: TrainState, window: Sequence[Any]) -> Replay:
     reached = watch.losses or [event for event in bad.values() if event is not None]
     first = min(reached, key=lambda event: event.index, default=None)
     then = watch.then.get(first) if first is not None else None
-    return Replay(float(loss), tuple(bad), first, then, _hidden(watch, reached))
+    return Replay(float(loss), tuple(bad), first, then, _hidden(watch, reached), drew)
+
+
+def _generators(state: TrainState) -> list[Any]:
+    """Return where every generator stands, to be compared."""
+    held = rng.get_state(state.device)
+    positions = [held["python"], held["numpy"]["position"], held["numpy"]["has_gauss"]]
+    return [*positions, *(value.tolist() for value in tensors(held))]
 
 
 @contextmanager
@@ -129,6 +140,12 @@ def without_scale(state: TrainState) -> TrainState:
     """Return the same run with a loss scale of 1."""
     scaler = LossScaler(state.amp, enabled=False, device=state.device)
     return replace(state, scaler=scaler)
+
+
+def at_scale(state: TrainState, scale: float) -> TrainState:
+    """Return the same run at another loss scale."""
+    amp = replace(state.amp, init_scale=scale)
+    return replace(state, scaler=LossScaler(amp, enabled=True, device=state.device))
 
 
 def half_modules(state: TrainState) -> list[str]:

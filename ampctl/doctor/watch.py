@@ -7,6 +7,7 @@ if it reaches the loss or a gradient.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -104,13 +105,28 @@ class Watch:
         self._vanished: dict[int, float] = {}
         self._scalar: Event | None = None
         self._in_forward = True
-        self._buffers = {_key(b): name for name, b in self.model.named_buffers() if _known(b)}
-        self._parameters = {_key(p): name for name, p in self.model.named_parameters() if _known(p)}
+        self._regions = _regions([*self.model.parameters(), *self.model.buffers()])
+        self._buffers = {self._key(b): name for name, b in self.model.named_buffers() if _known(b)}
+        named = self.model.named_parameters()
+        self._parameters = {self._key(p): name for name, p in named if _known(p)}
         self.trace = Trace(self._observe, self._look)
 
     def origin(self, value: Tensor) -> Event | None:
         """Return where a tensor's values that are not finite come from."""
-        return self._origins.get(_key(value)) if _known(value) and holds(value) else None
+        return self._origins.get(self._key(value)) if _known(value) and holds(value) else None
+
+    def _key(self, value: Tensor) -> int:
+        """Return what tensors of the same values have in common: their storage, or a part of it.
+
+        The statistics of all BatchNorms lie in one storage (see ``buffers``), one after another.
+        """
+        value = _stored(value)
+        storage, address = value.untyped_storage().data_ptr(), value.data_ptr()
+        starts = self._regions.get(storage, ())
+        return starts[bisect_right(starts, address) - 1] if starts else storage
+
+    def _vanishes(self, value: Tensor) -> bool:
+        return _known(value) and self._key(value) in self._vanished
 
     def _look(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Before:
         inputs = [t for t in tensors((args, kwargs)) if _known(t)]
@@ -119,12 +135,12 @@ class Watch:
             found = holds(value)
             if found:
                 reads.append(
-                    _Read(self._origins.get(_key(value)) or self._given(value, found), found)
+                    _Read(self._origins.get(self._key(value)) or self._given(value, found), found)
                 )
         # What works in place leaves nothing to look at afterwards.
         in_place = function._schema.is_mutable
-        shown = _show(function.overloadpacket.__name__, inputs) if in_place else None
-        return _Before(reads, {_key(t) for t in inputs}, shown)
+        shown = _show(function.overloadpacket.__name__, args, inputs) if in_place else None
+        return _Before(reads, {self._key(t) for t in inputs}, shown)
 
     def _observe(self, operation: Operation) -> None:
         place = self._places.here()
@@ -137,7 +153,7 @@ class Watch:
         for value in operation.outputs():
             if not _known(value):
                 continue
-            found, key = holds(value), _key(value)
+            found, key = holds(value), self._key(value)
             if found:
                 self._origins[key] = self._cause(operation, place, node, value, found)
             elif key not in before.keys:
@@ -176,7 +192,7 @@ class Watch:
         before: _Before = operation.before
         numbers = tuple(_numbers((operation.args, operation.kwargs)))
         inputs = [t for t in operation.inputs() if _known(t)]
-        shown = before.shown or _show(operation.name, inputs)
+        shown = before.shown or _show(operation.name, operation.args, inputs)
         return Event(
             index=len(self.events) + len(self.then),
             kind=kind or "operation",
@@ -189,18 +205,18 @@ class Watch:
             zeros=shown.zeros,
             negatives=shown.negatives,
             numbers=numbers,
-            eps=next((e for t in inputs if (e := self._vanished.get(_key(t)))), None),
-            parameter=next((n for t in inputs if (n := self._parameters.get(_key(t)))), None),
+            eps=next((e for t in inputs if (e := self._vanished.get(self._key(t)))), None),
+            parameter=next((n for t in inputs if (n := self._parameters.get(self._key(t)))), None),
             from_inf=bool(before.reads) or any(map(math.isinf, numbers)),
         )
 
     def _given(self, value: Tensor, found: Holds) -> Event:
         """Return an event for a value that no operation of this pass has made."""
-        name = self._buffers.get(_key(value))
+        name = self._buffers.get(self._key(value))
         kind: Literal["constant", "buffer"] = "constant" if name is None else "buffer"
         place = self._places.here()
         event = Event(len(self.events), kind, name or "", None, place, value.dtype, found)
-        self._origins[_key(value)] = event
+        self._origins[self._key(value)] = event
         return event
 
     def _follow_loss(self, operation: Operation, node: Any) -> None:
@@ -220,8 +236,8 @@ class Watch:
         out = next((t for t in operation.outputs() if _known(t)), None)
         if out is None:
             return
-        key = _key(out)
-        marked = [self._vanished[_key(t)] for t in operation.inputs() if _vanishes(self, t)]
+        key = self._key(out)
+        marked = [self._vanished[self._key(t)] for t in operation.inputs() if self._vanishes(t)]
         if operation.name in _TAKES_EPS:
             for number in _numbers(operation.args[1:]):
                 if number and torch.tensor(number, dtype=out.dtype).item() == 0:
@@ -255,11 +271,13 @@ def _first(events: Sequence[Event]) -> Event:
     )
 
 
-def _show(name: str, inputs: Sequence[Tensor]) -> _Shown:
+def _show(name: str, args: Sequence[Any], inputs: Sequence[Tensor]) -> _Shown:
     with torch.no_grad():
         values = [_stored(t.detach()) for t in inputs if t.numel()]
         sizes = [torch.where(v.isfinite(), v.abs(), 0) for v in values]
-        decides = values[-1:] if name in ("div", "div_") else values[:1]
+        decides = values[:1]
+        if name in ("div", "div_"):  # by a number, which is among the numbers, or by a tensor
+            decides = values[-1:] if len(args) > 1 and isinstance(args[1], Tensor) else []
         return _Shown(
             max((float(size.max()) for size in sizes), default=0.0),
             any(bool((v == 0).any()) for v in decides),
@@ -277,12 +295,13 @@ def _stored(value: Tensor) -> Tensor:
     return value._values() if value.layout is torch.sparse_coo else value
 
 
-def _key(value: Tensor) -> int:
-    return _stored(value).untyped_storage().data_ptr()
-
-
-def _vanishes(watch: Watch, value: Tensor) -> bool:
-    return _known(value) and _key(value) in watch._vanished
+def _regions(values: Sequence[Tensor]) -> dict[int, list[int]]:
+    """Return, for each storage that several tensors lie in, the addresses where they begin."""
+    starts: dict[int, set[int]] = {}
+    for value in filter(_known, values):
+        storage = _stored(value).untyped_storage().data_ptr()
+        starts.setdefault(storage, {storage}).add(_stored(value).data_ptr())
+    return {storage: sorted(found) for storage, found in starts.items() if len(found) > 1}
 
 
 def _numbers(value: Any) -> Iterator[float]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
-from itertools import islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from ampctl.build import Job
 from ampctl.data.loader import EvalData
 from ampctl.distributed.env import choose_device
+from ampctl.doctor import remedy
 from ampctl.doctor.finding import Target
 from ampctl.doctor.lone_sample import refuse_lone_sample
 from ampctl.doctor.misfit import in_words
@@ -27,12 +29,16 @@ from ampctl.state import StepReport, TrainState
 from ampctl.step import settle, train_step
 from ampctl.track.console import Console
 from ampctl.train import words
+from ampctl.train.across_ranks import nonfinite_names
 from ampctl.train.evaluate import evaluate
 from ampctl.train.init_from import build
 from ampctl.train.savable import refuse_unsavable
 from ampctl.updater import Updater
 
 Facts = dict[str, Any]
+
+_MOST_TRIED = 100
+"""So many steps are tried at most, whatever `amp.max_skips` allows."""
 
 
 def check_recipe(loaded: LoadedRecipe) -> Facts:
@@ -49,12 +55,13 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
     try:
         refuse_unsavable(job, begun=False)
         refuse_lone_sample(job)
-        first = next(iter(job.train_data.windows(0, 0)), None)
+        windows = _windows(job)
+        first = next(windows, None)
         if first is None:
             raise UsageError("data.train: the iterable data set gave no step")
         window, samples = first
         findings = preflight(job, window, target)
-        report = _first_step(job, window)
+        report, made = _first_update(job, chain([first], windows))
         refuse_unsavable(job, begun=True)
         if job.eval_data is not None:
             _check_monitors(job, _first_evaluation(job, job.eval_data))
@@ -78,6 +85,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
         **({"no effect": "; ".join(ignored)} if ignored else {}),
         "optimizer": "; ".join(_optimizer_words(updater) for updater in state.updaters),
         "first step": f"{samples} samples, loss {report.loss:.4g}, {_gradient_words(report)}",
+        **({"first made": _made_words(made)} if made is not report else {}),
         "findings": [asdict(finding) for finding in findings],
         "verdict": "ready to train",
     }
@@ -110,7 +118,48 @@ def _device_and_dtype(wanted: LoadedRecipe, state: TrainState, target: Target | 
     }
 
 
-def _first_step(job: Job, window: list[Any]) -> StepReport:
+def _windows(job: Job) -> Iterator[tuple[list[Any], int]]:
+    """Yield the windows of training, epoch after epoch."""
+    for epoch in count():
+        empty = True
+        for each in job.train_data.windows(epoch, 0):
+            empty = False
+            yield each
+        if empty:
+            return
+
+
+def _first_update(
+    job: Job, windows: Iterable[tuple[list[Any], int]]
+) -> tuple[StepReport, StepReport]:
+    """Take steps as training would until one is made; return the first report and that one's.
+
+    Raises NumericsError if none is in as many as training would try, or if it spoils the state.
+    """
+    amp, state = job.recipe.amp, job.state
+    tries = 1 if amp.nonfinite == "stop" else min(amp.max_skips, _MOST_TRIED)
+    reports: list[StepReport] = []
+    window: list[Any] = []
+    for window, _ in islice(windows, tries):
+        reports.append(_step(job, window))
+        if not reports[-1].skipped:
+            break
+    first, last = reports[0], reports[-1]
+    if last.skipped:
+        scales = f", at scales from {first.scale_before:g} to {last.scale_before:g}"
+        raise NumericsError(
+            f"no step was made in {len(reports)} tries{scales if state.scaler.enabled else ''}: "
+            f"the gradient was never finite{_diagnosis(job, window, last)}"
+        )
+    if bad := nonfinite_names(state, state.parts()):
+        raise NumericsError(
+            f"the first step leaves values that are not finite: {first_of(bad)}. Lower "
+            f"{remedy.rate(state)}, or look at the optimizer's other settings"
+        )
+    return first, last
+
+
+def _step(job: Job, window: list[Any]) -> StepReport:
     try:
         train_step(job.state, window, measure=True)
         report = settle(job.state)
@@ -121,7 +170,9 @@ def _first_step(job: Job, window: list[Any]) -> StepReport:
         raise told from error
     assert report is not None, "a step was just taken"
     if not math.isfinite(report.loss) and not _scale_alone_is_at_fault(job.state, window):
-        raise NumericsError(_not_finite(job, window, report.loss))
+        which = "the first step" if report.step == 1 else f"step {report.step}"
+        diagnosis = _diagnosis(job, window, report)
+        raise NumericsError(f"the loss of {which} is {report.loss}{diagnosis}")
     return report
 
 
@@ -146,13 +197,10 @@ def _first_evaluation(job: Job, data: EvalData) -> dict[str, float]:
         raise told from error
 
 
-def _not_finite(job: Job, window: list[Any], loss: float) -> str:
-    found = examine(job.state, window, step=0)
+def _diagnosis(job: Job, window: list[Any], report: StepReport) -> str:
+    found = examine(job.state, window, step=report.step - 1)
     facts = "".join(f"\n  seen:   {fact}" for fact in found.facts)
-    return (
-        f"the loss of the first step is {loss}\n  cause:  {found.cause}{facts}\n"
-        f"  advice: {found.advice}"
-    )
+    return f"\n  cause:  {found.cause}{facts}\n  advice: {found.advice}"
 
 
 def _check_monitors(job: Job, metrics: dict[str, float]) -> None:
@@ -175,6 +223,12 @@ def _gradient_words(report: StepReport) -> str:
     scales = f"{report.scale_before:g} -> {report.scale_after:g}"
     falls = report.scale_after < report.scale_before
     return f"skipped: non-finite gradient{f', scale {scales}' if falls else ''}"
+
+
+def _made_words(report: StepReport) -> str:
+    """Say when a step was made at last, after float16 had found its scale."""
+    at = f"step {report.step}, at scale {report.scale_before:g}"
+    return f"{at}, loss {report.loss:.4g}, {_gradient_words(report)}"
 
 
 def _optimizer_words(updater: Updater) -> str:

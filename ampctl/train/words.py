@@ -135,14 +135,12 @@ def stopped(run: Run, report: StepReport, diagnosis: Diagnosis, saved: Path | No
 
 def lost(run: Run, saved: Path | None) -> str:
     """Say why a run ends that trains on, but saves nothing that could be gone on from."""
-    often = run.set_aside > 1
-    times = f", for {run.set_aside} checkpoints in a row" if often else ""
-    why = " The steps go on all the same: these values have no part in the loss." if often else ""
+    times = f", for {run.set_aside} checkpoints in a row" if run.set_aside > 1 else ""
     way_on = f"the newest one that can is {saved}" if saved else "none was saved before that can"
     again = f"then `{run.resume_command}` goes on" if saved else "then train anew"
     return (
         f"at step {run.progress.step} the state is not finite{times}: {first_of(run.not_finite)}."
-        f"{why} No run can go on from such a checkpoint; {way_on}. Find what makes them so; {again}"
+        f" No run can go on from such a checkpoint; {way_on}. Find what makes them so; {again}"
     )
 
 
