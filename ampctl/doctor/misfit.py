@@ -46,6 +46,9 @@ def in_words(
         return MachineError(f"{doing}: the device failed: {error}")
     steps = list(traceback.walk_tb(error.__traceback__))
     frames = [frame for frame, _ in steps]
+    if compiler := torch_errors.of_compiler(error):
+        _to_log(error, doing)
+        return UsageError(f"{doing}: {compiler}")
     known = torch_errors.meaning(error, steps, model)
     if any(is_users_own_file(Path(frame.f_code.co_filename)) for frame in frames):
         if known is not None:
@@ -53,9 +56,7 @@ def in_words(
         return None
     if known is None and not _in_a_part(error, frames):
         return None
-    log = logging.getLogger("ampctl")
-    if log.hasHandlers():  # else Python would print it
-        log.error("%s failed", doing, exc_info=error)
+    _to_log(error, doing)
     if known is not None:
         return UsageError(f"{doing}: {known}\n    torch says: {str(error).splitlines()[0]}")
     shapes = "; ".join(_shapes(batch) for batch in batches[:1]) or "none"
@@ -64,6 +65,12 @@ def in_words(
         f"    The batch is {shapes}. Parts of the recipe do not fit each other: compare model, "
         "task, data and optimizer."
     )
+
+
+def _to_log(error: Exception, doing: str) -> None:
+    log = logging.getLogger("ampctl")
+    if log.hasHandlers():  # else Python would print it
+        log.error("%s failed", doing, exc_info=error)
 
 
 def _in_a_part(error: Exception, frames: Sequence[FrameType]) -> bool:

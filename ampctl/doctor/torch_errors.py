@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ampctl.doctor.trace import source_of
+from ampctl.recipe.fault import error_in_words
 
 Steps = Sequence[tuple[FrameType, int]]
 """The frames of a traceback from the outermost, each with its line."""
@@ -38,6 +39,23 @@ def meaning(error: Exception, steps: Steps, model: nn.Module) -> str | None:
         or _anomaly_mode(said)
         or _old_graph(said)
     )
+
+
+def of_compiler(error: Exception) -> str | None:
+    """Return what torch.compile has failed over, and what to do; None if it is no error of its own.
+
+    Whose lines it was compiling says little: it is torch that could not.
+    """
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
+    if not any(kind.startswith(("torch._dynamo.", "torch._inductor.")) for kind in kinds):
+        return None
+    said = error_in_words(error)
+    if "InvalidCxxCompiler" in said:
+        return (
+            "torch.compile needs a C++ compiler, and none was found. Install one (g++), or set "
+            "train.compile=false"
+        )
+    return f"torch.compile failed; train.compile=false trains without it. torch says:\n    {said}"
 
 
 def _lone_sample(steps: Steps, model: nn.Module) -> str:
