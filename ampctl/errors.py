@@ -89,7 +89,7 @@ class MachineError(AmpctlError):
 
 
 class PreemptedError(AmpctlError):
-    """SIGTERM or SIGUSR1 ended the run; its state is saved."""
+    """SIGTERM, SIGUSR1 or SIGHUP ended the run; its state is saved."""
 
     exit_code = 75
 

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1
 from typing import Any
 
 import pytest
@@ -239,6 +239,7 @@ def test_a_run_killed_before_its_first_save_starts_anew(folder: Path, start: Sta
 ENDS = {
     SIGTERM: (75, "preempted", "SIGTERM received"),
     SIGUSR1: (75, "preempted", "SIGUSR1 received"),
+    SIGHUP: (75, "preempted", "SIGHUP received"),
     SIGINT: (130, "interrupted", "interrupted"),
 }
 
@@ -264,6 +265,7 @@ def check_stopped(ended: Ended, number: signal.Signals, run_dir: Path) -> int:
         (SIGINT, 0, False),
         (SIGINT, 2, True),
         (SIGTERM, 2, True),
+        pytest.param(SIGHUP, 2, True, id="c12"),
     ],
 )
 def test_sg3_a_signal_in_training_saves_and_ends(

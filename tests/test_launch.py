@@ -6,14 +6,17 @@ says, so that a launch costs a second. What real ranks do is tested where they a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import torch
 from processes import Ended, Running, spawn, starting
 from test_cli import without_style
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner, Result
 
@@ -630,6 +634,67 @@ def test_a_node_that_finds_no_first_node_says_so_without_native_stack_frames(fol
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr.startswith(f"error: no rendezvous at {where}: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "static"),
+    [("nothing", False), ("the end", False), ("other words", False), ("nothing", True)],
+)
+def test_c10_a_port_that_something_else_holds_ends_with_5_in_time(
+    answer: str, static: bool, folder: Path
+) -> None:
+    """A program that is no store of torch takes the connection, and is silent, leaves, or babbles.
+
+    In a new interpreter, as a thread that waits in native code must not abort its end.
+    """
+    held = socket.create_server(("127.0.0.1", 0))
+    taken: list[socket.socket] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(held.accept()[0])
+                if answer == "the end":
+                    taken[-1].close()
+                elif answer == "other words":
+                    taken[-1].recv(1)
+                    taken[-1].sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    threading.Thread(target=serve, daemon=True).start()
+    where = f"127.0.0.1:{held.getsockname()[1]}"
+    options = ("--nnodes", "2", "--rdzv-endpoint", where, *(["--node-rank", "1"] * static))
+    ended = spawn("-m", "ampctl", "train", "recipe.yaml", *options, cwd=folder)
+    held.close()
+    assert ended.returncode == 5, ended.stderr
+    told = ended.stderr.splitlines()
+    assert told[-1].startswith(f"error: no rendezvous at {where}: ")
+    assert "distributed.timeout_minutes is how long they wait for each other" in told[-1]
+    assert len(told) == 1, told
+
+
+def test_c10_a_word_is_said_while_the_nodes_are_waited_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    outcome: Future[None] = Future()
+    node = agent._Agent(said.append)
+    monkeypatch.setattr(agent, "_WORD_AFTER_S", 0)
+    config = LaunchConfig(1, 2, 1, rdzv_endpoint="a:1", rdzv_backend="c10d")
+
+    def meet() -> None:
+        until(lambda: len(said) == 1)
+        node.has_met.set()
+
+    threading.Thread(target=meet).start()
+    agent._await_rendezvous(outcome, node, config, 60)
+    node.has_met.clear()
+    node.has_store.set()
+    threading.Thread(target=lambda: (until(lambda: len(said) == 2), outcome.cancel())).start()
+    agent._await_rendezvous(outcome, node, config, 60)
+    assert [each.partition(":1, ")[2] for each in said] == [
+        "for an answer from there: up to 60 s in all",
+        "for the other nodes: up to 60 s in all",
+    ]
 
 
 def test_a_signal_while_nodes_are_waited_for_ends_the_launcher(start: Start) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ampctl.distributed.member import STOPPING
 from ampctl.environment import usable_cores
 from ampctl.errors import AmpctlError, UsageError
 
@@ -37,9 +38,10 @@ def require_reasonable(num_workers: int) -> None:
 
 def start_worker(_: int) -> None:
     """Prepare a worker process."""
-    # Ctrl-C reaches the whole process group, and a scheduler may signal every process of a job; the
-    # training process decides when workers end. (SIG_IGN would go on to programs that they start.)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    # Ctrl-C and a terminal that closes reach the whole process group, and a scheduler may signal
+    # every process of a job; the training process decides when workers end. (SIG_IGN would go on to
+    # programs that they start.)
+    for number in (signal.SIGINT, *STOPPING):
         signal.signal(number, lambda *_: None)
     torch.set_num_threads(1)
 

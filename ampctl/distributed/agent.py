@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import FrameType
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 from ampctl.distributed import nodes
 from ampctl.distributed.address import is_here, towards
 from ampctl.distributed.failure import RankFailedError, cause
-from ampctl.distributed.member import STARTS
+from ampctl.distributed.member import AGENT, STARTS, heeded
 from ampctl.errors import (
     AmpctlError,
     InterruptedRunError,
@@ -47,8 +47,11 @@ from ampctl.errors import (
 )
 
 _C10D_PORT = 29400
-_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _TIME_TO_SAVE_S = 3600
+_WORD_AFTER_S = 10
+_LONGER_THAN_TORCH_S = 2
+"""After its own limit torch knows better why there is no rendezvous, where it has one."""
+
 _WORTH_A_RESTART = (AmpctlError.exit_code, MachineError.exit_code)
 
 
@@ -76,7 +79,9 @@ def run(
         agent = _Agent(notify)
         with _forwarding(agent):
             # In a thread of its own: in a rendezvous it waits in native code, which no signal ends.
-            result = _in_thread(lambda: agent.run_ranks(config, words)).result()
+            outcome = _in_thread(lambda: agent.run_ranks(config, words))
+            _await_rendezvous(outcome, agent, config, timeout_s)
+            result = outcome.result()
     if result is None:
         raise MachineError("the rendezvous was ended by another node; see what was said there")
 
@@ -87,12 +92,16 @@ class _Agent:
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.notify = notify
         self._elastic: _ElasticAgent | None = None
+        self.has_store = threading.Event()
+        self.has_met = threading.Event()
         self.received: signal.Signals | None = None
 
     def run_ranks(self, config: LaunchConfig, words: tuple[str, ...]) -> RunResult | None:
         """Run all ranks of this node to their end; raise the error of the one that failed first."""
         with _in_words(config):
             spec = _spec(config, words)
+            if config.rdzv_backend != "static":  # which has it once it has met
+                self.has_store.set()
             try:
                 self._elastic = _ElasticAgent(spec, config.logs_specs, self)
                 result: RunResult | None = self._elastic.run()
@@ -145,6 +154,8 @@ class _ElasticAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
+        self._owner.has_store.set()
+        self._owner.has_met.set()
         group: Any = worker_group
         now = nodes.Round(group.store, group.group_rank, group.group_world_size)
         os.environ[STARTS] = f"{self.starts}"
@@ -266,6 +277,32 @@ def _in_words(config: LaunchConfig) -> Iterator[None]:
         ) from error
 
 
+def _await_rendezvous(
+    outcome: Future[Any], agent: _Agent, config: LaunchConfig, timeout_s: int
+) -> None:
+    """Wait for the nodes to meet, or for the end, and say so if it lasts.
+
+    Torch has no limit for what answers nothing where the store should be. Raises MachineError.
+    """
+    begin, is_said, where = time.monotonic(), False, config.rdzv_endpoint
+    while not agent.has_met.is_set() and not outcome.done():
+        waited = time.monotonic() - begin
+        if waited > timeout_s + _LONGER_THAN_TORCH_S and not agent.has_store.is_set():
+            raise MachineError(
+                f"no rendezvous at {where}: nothing that answers as one was there for {timeout_s} "
+                "s. Is it another program that listens there, or a firewall? Give the address of "
+                "one of the nodes and a port that is free there with --rdzv-endpoint, the same on "
+                "every node. distributed.timeout_minutes is how long they wait for each other."
+            )
+        if waited > _WORD_AFTER_S and not is_said:
+            is_said = True
+            what = "the other nodes" if agent.has_store.is_set() else "an answer from there"
+            agent.notify(
+                f"waiting for the rendezvous at {where}, for {what}: up to {timeout_s} s in all"
+            )
+        wait([outcome], timeout=0.1)
+
+
 @contextlib.contextmanager
 def _forwarding(agent: _Agent) -> Iterator[None]:
     """Send the signals of this process on to the ranks, which agree, save and end.
@@ -289,7 +326,7 @@ def _forwarding(agent: _Agent) -> Iterator[None]:
             kind = InterruptedRunError if name is signal.SIGINT else PreemptedError
             raise kind(f"{name.name} received before the ranks had started")
 
-    previous = {number: signal.signal(number, receive) for number in _FORWARDED}
+    previous = {number: signal.signal(number, receive) for number in (*heeded(), signal.SIGINT)}
     try:
         yield
     finally:
@@ -308,5 +345,5 @@ def _in_thread(work: Callable[[], Any]) -> Future[Any]:
             outcome.set_exception(error)
             raise SystemExit from None  # whoever waits for the outcome raises it
 
-    threading.Thread(target=target, name="agent", daemon=True).start()
+    threading.Thread(target=target, name=AGENT, daemon=True).start()
     return outcome

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ampctl.distributed import failure
+from ampctl.distributed import failure, member
 from ampctl.errors import PreemptedError
-
-_WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def heed() -> None:
-    """End with the code of a preempted run at SIGTERM and SIGUSR1, until others heed them."""
-    for number in _WATCHED:
+    """End with the code of a preempted run at what stops one, until others heed it."""
+    for number in member.heeded():
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _leave)
 
@@ -32,5 +31,6 @@ def _leave(number: int, _: FrameType | None) -> None:
         f"{signal.Signals(number).name} received before the run had begun: nothing is lost"
     )
     if failure.record(error):
-        os.write(2, f"error: {error}\n".encode())
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, f"error: {error}\n".encode())
     os._exit(error.exit_code)

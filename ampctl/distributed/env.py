@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import torch
@@ -93,14 +93,12 @@ def _count(kind: str) -> int:
 
 
 class StopSignals:
-    """Turn SIGTERM, SIGUSR1 and Ctrl-C into a flag that the loops look at between batches.
+    """Turn SIGTERM, SIGUSR1, SIGHUP and Ctrl-C into a flag that the loops look at between batches.
 
     Until :attr:`training` is set there is nothing to save, and a signal raises KeyboardInterrupt
     where it is. A second Ctrl-C ends the process at once. Handlers that stood before are put back
     on leaving, and called as well, so that another tool's handler is not lost.
     """
-
-    _WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -108,7 +106,7 @@ class StopSignals:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in self._WATCHED:
+        for number in (*member.heeded(), signal.SIGINT):
             self._previous[number] = early.replaced(signal.signal(number, self._receive))
         return self
 
@@ -121,7 +119,8 @@ class StopSignals:
             os._exit(InterruptedRunError.exit_code)
         self.received = signal.Signals(number)
         if self.training and member.speaks_on_terminal() and os.isatty(2):
-            os.write(2, b"\nstopping after this step; press Ctrl-C to leave at once\n")
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, b"\nstopping after this step; press Ctrl-C to leave at once\n")
         previous = self._previous.get(self.received)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)

@@ -29,6 +29,7 @@ _STOPPED = tuple(each.exit_code for each in _AGREED)
 _STOPPING = {
     -signal.SIGTERM: PreemptedError.exit_code,
     -signal.SIGUSR1: PreemptedError.exit_code,
+    -signal.SIGHUP: PreemptedError.exit_code,
     -signal.SIGINT: InterruptedRunError.exit_code,
 }
 _PEER_IS_GONE = re.compile(r"connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)

@@ -20,6 +20,12 @@ STARTS = "AMPCTL_STARTS"
 VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
 """What launchers set for ranks; the first alone will do, or the other two."""
 
+AGENT = "agent"
+"""The thread of a launcher in which torchrun's agent runs."""
+
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What ends a job that will go on later: a scheduler's signals, and a terminal that is closed."""
+
 _GRACE_S = 30
 """How long a rank without a launcher has to save: as long as torchrun gives it."""
 
@@ -70,19 +76,21 @@ def leaving_at_its_end() -> Iterator[None]:
 
     All that the interpreter does first is done. But a native thread of a process group that wakes
     up while the interpreter is torn down aborts it: a job that is done would end with SIGABRT. A
-    rank that fails has left its error and its code for the launcher, which go before a signal.
+    rank that fails has left its error and its code for the launcher, which go before a signal. A
+    launcher whose agent still waits in native code ends in this way too, with whatever code.
     """
     try:
         yield
     except SystemExit as end:
-        if end.code or not is_rank():  # which it may have become meanwhile
+        waits = any(thread.name == AGENT for thread in threading.enumerate())
+        if not waits and (end.code or not is_rank()):  # which it may have become meanwhile
             raise
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
-        os._exit(0)
+        os._exit(end.code if isinstance(end.code, int) else 0)
 
 
 def is_restarted() -> bool:
@@ -106,6 +114,12 @@ def seconds_to_save() -> float | None:
     if not is_of_torchrun() or os.environ.get(LAUNCHER) == f"{os.getppid()}":
         return None
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or _TORCHRUN_S)
+
+
+def heeded() -> list[signal.Signals]:
+    """Return which of `STOPPING` to heed: not SIGHUP where nohup has let it be ignored."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [each for each in STOPPING if each is not signal.SIGHUP or not is_ignored]
 
 
 def speaks_on_terminal() -> bool:

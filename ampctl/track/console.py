@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -285,7 +285,30 @@ def _find_terminal() -> Terminal | None:
         return None
     from rich.console import Console as RichConsole
 
-    return RichConsole()
+    return RichConsole(file=cast(TextIO, _MayHangUp(sys.stdout)))
+
+
+class _MayHangUp:
+    """A terminal to draw on, which goes on taking what is written when it has been closed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            silence(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            silence(self._stream)
 
 
 def _marked(line: str, style: str = "") -> Text:
