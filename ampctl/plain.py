@@ -84,6 +84,11 @@ def nonfinite(value: Any, path: str = "", *, by_design: Collection[str] = ()) ->
     return [name for name in bad if name.split(".", 1)[-1] not in by_design]
 
 
+def num_bytes(value: Any) -> int:
+    """Return how much memory the tensors of a nest take, what two of them share counted twice."""
+    return sum(_values(tensor).nbytes for _, tensor in _tensors(value, ""))
+
+
 def masks(model: nn.Module) -> frozenset[str]:
     """Name what of a new model is not finite and may be so: buffers, and frozen infinities."""
     parameters = dict(model.named_parameters(remove_duplicate=False))

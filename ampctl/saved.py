@@ -41,8 +41,9 @@ def require_counts(progress: Mapping[str, Any]) -> None:
     step = progress["step"]
     for name in ("updates", "skipped", "epoch", "batch_in_epoch"):
         _require(progress[name] <= step, f"progress.{name}", progress[name])
-    evaluated = progress.get("evaluated_step", -1)
-    _require(evaluated == -1 or _is_count(evaluated), "progress.evaluated_step", evaluated)
+    for name in ("evaluated_step", "followed_step"):
+        at = progress.get(name, -1)
+        _require(at == -1 or _is_count(at), f"progress.{name}", at)
     _require(_is_count(progress.get("early_stop_bad", 0)), "progress.early_stop_bad", "it")
     best_step = progress.get("best_step")
     _require(best_step is None or _is_count(best_step), "progress.best_step", best_step)

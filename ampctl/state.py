@@ -27,6 +27,7 @@ from ampctl.updater import Rewind, Updater, one_or_by_name
 class Progress:
     """How far a run has come. Steps count attempts, updates the steps that were applied.
 
+    ``followed_step`` is that of the last evaluation which schedules and patience have followed.
     With several optimizers a step is applied if each that took part in it was;
     ``optimizer_updates`` and ``optimizer_skips`` count for each by itself, and
     ``optimizer_skips_in_a_row`` the last of its turns.
@@ -40,6 +41,7 @@ class Progress:
     batch_in_epoch: int = 0
     samples: int = 0
     evaluated_step: int = -1
+    followed_step: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
     best: float | None = None
     best_step: int | None = None
@@ -253,7 +255,8 @@ class TrainState:
         require_scale(saved["scaler"])
         load_model(self.bare, saved["model"], notify)
         known = Progress.__dataclass_fields__
-        self.progress = Progress(**{k: v for k, v in saved["progress"].items() if k in known})
+        progress = {k: v for k, v in saved["progress"].items() if k in known}
+        self.progress = Progress(**{"followed_step": progress.get("evaluated_step", -1)} | progress)
         self._count_each()
         for updater in self.updaters:
             name = updater.name
@@ -265,10 +268,9 @@ class TrainState:
                 notify=notify,
                 key=f"optimizer.{name}" if name else "optimizer",
             )
-            updates = self.progress.updates
             updater.learning_rate.load_state_dict(
                 schedules[name],
-                updates=self.progress.optimizer_updates.get(name, 0) if name else updates,
+                updates=self.progress.optimizer_updates.get(name, self.progress.updates),
                 new_base=name in changed_optimizers,
                 new_plan=name in changed_schedulers,
             )

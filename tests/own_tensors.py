@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from torch.utils.data import TensorDataset
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset
 
 
 def pairs(size: int) -> TensorDataset:
@@ -12,6 +15,16 @@ def pairs(size: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(size, 2, generator=generator)
     return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """The same, of a length that nobody knows."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        yield from (pairs(self.size)[i] for i in range(self.size))
 
 
 def short(value: float) -> np.float32:

@@ -16,7 +16,7 @@ from ampctl import host_memory, plain
 from ampctl.checkpoint import disk, file
 from ampctl.errors import MachineError
 from ampctl.step import train_step
-from ampctl.train import loop
+from ampctl.train import loop, save
 
 ASYNCHRONOUS = "checkpoint.asynchronous=true"
 
@@ -130,6 +130,43 @@ def test_a_save_is_told_once_it_is_on_the_disk_not_at_the_next_one(
     for event in told:
         assert event["bytes"] == (Path("d") / event["path"]).stat().st_size
         assert event["seconds"] > 0
+
+
+def test_b8_a_small_state_is_on_the_disk_before_the_next_step_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = []
+
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        there.append(sorted(path.name for path in Path("d/checkpoints").glob("step-*.pt")))
+        return train_step(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "train_step", looking)
+    monkeypatch.setattr(save, "SHORT_S", DEADLINE_S)
+    saves = ("checkpoint.every_steps=2", "checkpoint.keep_last=1", "checkpoint.keep_best=0")
+    train("d", *saves, "train.max_epochs=2", ASYNCHRONOUS)
+    made = [[f"step-{step - step % 2:08d}.pt"] if step > 1 else [] for step in range(STEPS)]
+    assert there == made[: len(there)]
+    assert len(there) > 6
+
+
+@pytest.mark.parametrize("short", ["SHORT_S", "SLOW_DISK"])
+def test_b8_a_save_that_takes_long_is_not_waited_for(
+    short: str, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Because its time is up, or because the state is so large that it is not even tried."""
+    write, waited = file.write, []
+
+    def held(path: Path, payload: Any) -> file.Written:
+        steps.await_step(min(payload["progress"]["step"] + 1, 5))
+        waited.append(payload["progress"]["step"])
+        return write(path, payload)
+
+    monkeypatch.setattr(file, "write", held)
+    monkeypatch.setattr(save, "SHORT_S", 0.01 if short == "SHORT_S" else 2 * DEADLINE_S)
+    monkeypatch.setattr(save, "SLOW_DISK", 1e12 if short == "SHORT_S" else 1e-9)
+    train("d", "checkpoint.every_steps=3", "train.max_steps=5", ASYNCHRONOUS)
+    assert 3 in waited
 
 
 def test_the_memory_of_the_first_copy_is_made_while_training_goes_on(

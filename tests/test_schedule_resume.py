@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -370,6 +371,66 @@ def test_b1_b2_b3_a_run_resumed_with_another_schedule_has_its_rates(
     train(f"scheduler={scheduler}", *keys, run_dir="by_hand")
     resume(7, *keys)
     assert rates() == pytest.approx(rates("by_hand")[7:])
+
+
+PLATEAU = "{_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, patience: 1, eps: 0}"
+STILL = (  # too small a rate to move a weight: each evaluation but the first is a bad one
+    f"scheduler={PLATEAU}",
+    "optimizer={_target_: torch.optim.SGD, lr: 1e-12}",
+)
+
+
+@pytest.mark.parametrize(("limit", "every"), [(3, 2), (4, 2), (7, 2), (3, "null")])
+def test_b5_a_run_that_is_made_longer_follows_the_evaluations_of_one_that_was_never_stopped(
+    limit: int, every: Any, recipe: None
+) -> None:
+    """At 7, with an evaluation each second step, one more would be the fourth."""
+    stop = "train.early_stop={monitor: eval/loss, patience: 4}"
+    changes = (*STILL, f"train.eval_every_steps={every}", stop)
+    train(*changes, "train.max_steps=20")
+    train(*changes, f"train.max_steps={limit}", run_dir="short")
+    evaluations = [e["step"] for e in read_metrics("short/metrics.jsonl") if e["event"] == "eval"]
+    assert evaluations[-1] == limit  # a run is evaluated at its end all the same
+    worker.resume(Path("short"), ["train.max_steps=20"], run_dir=None, trusted=False, quiet=True)
+    assert rates("short") == rates("a")
+    assert len({*rates("a")}) == 2
+    ends = [torch.load(f"{run}/checkpoints/latest.pt", weights_only=True) for run in ("a", "short")]
+    for end in ends:
+        assert end["progress"].pop("step") == 10
+    assert_same(*ends)
+
+
+def test_b5_the_last_evaluation_counts_once_where_an_epoch_of_a_stream_ends_there(
+    recipe: None,
+) -> None:
+    changes = (*STILL, "data.train={_target_: own_tensors.Stream, size: 60}")
+    train(*changes, "train.max_steps=18")
+    train(*changes, "train.max_steps=9", run_dir="short")
+    worker.resume(Path("short"), ["train.max_steps=18"], run_dir=None, trusted=False, quiet=True)
+    assert rates("short") == rates("a")
+    assert len({*rates("a")}) == 3
+
+
+def test_b6_a_plateaus_bad_evaluations_are_not_counted_on_for_another_metric(recipe: None) -> None:
+    changes = (*STILL, "train.eval_every_steps=1", "train.max_steps=10")
+    train(*changes, "checkpoint.monitor=eval/mae")
+    drops = [1e-12] * 3 + [1e-13] * 2 + [1e-14] * 2 + [1e-15] * 2 + [1e-16]
+    assert rates("a") == pytest.approx(drops)
+    saved = torch.load("a/checkpoints/step-00000002.pt", weights_only=True)
+    assert saved["scheduler"]["state"]["num_bad_epochs"] == 1
+    resume(2)
+    assert rates() == rates("a")[2:]
+    metrics = saved["progress"]["metrics"]
+    assert metrics["eval/loss"] > metrics["eval/mae"]  # it would never be the best so far
+    resume(2, "checkpoint.monitor=eval/loss", run_dir="c")
+    assert rates("c") == pytest.approx(drops[:8])
+
+
+def test_b6_bad_evaluations_are_forgotten_even_if_the_next_one_is_bad_too() -> None:
+    on, schedule = built(lr.ReduceLROnPlateau, 0.1, {"patience": 1})
+    assert reached(on, schedule, [1.0, 2.0]) == [0.1, 0.1]
+    schedule.forget_evaluations()
+    assert reached(on, schedule, [math.nan, 5.0, 6.0, 7.0]) == pytest.approx([0.1, 0.1, 0.1, 0.01])
 
 
 def test_b1_the_new_base_holds_in_schedulers_inside_schedulers(recipe: None) -> None:

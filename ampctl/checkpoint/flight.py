@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,11 @@ class Flight:
         """Raise the error of what was begun, once, if it has failed by now."""
         if self._in_flight is not None and self._in_flight.done():
             self.land()
+
+    def linger(self, seconds: float) -> None:
+        """Wait for what was begun, for so long at most."""
+        if self._in_flight is not None:
+            wait([self._in_flight], seconds)
 
     def land(self) -> None:
         """Wait for what was begun, and raise its error, once."""

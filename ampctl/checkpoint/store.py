@@ -124,17 +124,17 @@ class Store:
         """Save a snapshot; with ``nonfinite`` tensors it is set aside and never latest or best.
 
         With ``shards``, this rank's part of the tensors that are empty in the snapshot, the other
-        ranks write theirs by `Elsewhere`. Waits for the save before it, and raises that one's
-        error.
+        ranks write theirs by `Elsewhere`. Waits for the save before it, and raises its error.
         """
         figures = {name: float(value) for name, value in metrics.items()}
         self._flight.start(self._commit, payload, step, figures, not nonfinite, shards)
 
-    def wait(self) -> Path | None:
-        """Block until the last save is on the disk; return the newest finite file, if any.
+    def linger(self, seconds: float) -> None:
+        """Block until the last save is on the disk, for so long at most."""
+        self._flight.linger(seconds)
 
-        Raises the error of that save.
-        """
+    def wait(self) -> Path | None:
+        """Wait until it is; return the newest finite file, if any. Raises its error."""
         self._flight.land()
         found = newest(self._entries)
         return self._folder / found.file if found else None

@@ -67,6 +67,7 @@ def _epoch(run: Run) -> None:
     epoch = progress.epoch
     steps_per_epoch = job.train_data.steps_per_epoch
     for window, samples in job.train_data.windows(epoch, progress.batch_in_epoch):
+        run.step_began = time.perf_counter()
         run.attendance.step = progress.step + 1
         run.attendance.doing = f"step {progress.step + 1}"
         try:
@@ -129,14 +130,17 @@ def _boundary(
     whatever is due.
     """
     report = settle(run.job.state)
+    run.step_seconds = time.perf_counter() - run.step_began
     if report is not None:
         _take(run, report)
     over = finished(run.job) is not None
     recipe, step = run.job.recipe, run.progress.step
     every = recipe.train.eval_every_steps
-    wants_evaluation = over or (epoch_ended if every is None else step % every == 0)
-    if run.heed.received is None and wants_evaluation and not stopping:
+    is_due = epoch_ended if every is None else step % every == 0
+    if run.heed.received is None and (over or is_due) and not stopping:
         _evaluate(run)
+        if is_due:
+            _follow(run)
         over = finished(run.job) is not None
     if run.heed.received or stopping or over or by_time or _save_is_due(run, epoch_ended):
         save(run)
@@ -205,7 +209,7 @@ def _take(run: Run, report: StepReport) -> None:
 
 
 def _evaluate(run: Run) -> None:
-    """Evaluate, and let schedule, best and early stopping see the result; a signal cuts it off."""
+    """Evaluate, and let the best so far see the result; a signal cuts it off."""
     data, progress, recipe = run.job.eval_data, run.progress, run.job.recipe
     if data is None or progress.evaluated_step == progress.step:
         return
@@ -236,19 +240,31 @@ def _evaluate(run: Run) -> None:
         best = is_better(metrics[monitor], progress.best, recipe.checkpoint.mode)
         if best:
             progress.best, progress.best_step = metrics[monitor], progress.step
-        for updater in run.job.state.updaters:
-            updater.learning_rate.evaluated(metrics[monitor])
     epoch = progress.epoch - 1 if progress.batch_in_epoch == 0 else progress.epoch
     run.log.evaluation(progress, epoch, metrics, best=best)
     _require_metric(run, "checkpoint.monitor", monitor, metrics)
-    _early_stop(run, metrics)
+    if recipe.train.early_stop is not None:
+        _require_metric(run, "train.early_stop.monitor", recipe.train.early_stop.monitor, metrics)
+
+
+def _follow(run: Run) -> None:
+    """Let schedules and early stopping see an evaluation that was due, once.
+
+    One at a run's end that is not due is none of a run that was longer from the start.
+    """
+    progress, recipe = run.progress, run.job.recipe
+    if progress.evaluated_step != progress.step or progress.followed_step == progress.step:
+        return
+    progress.followed_step = progress.step
+    for updater in run.job.state.updaters:
+        updater.learning_rate.evaluated(progress.metrics[recipe.checkpoint.monitor])
+    _early_stop(run, progress.metrics)
 
 
 def _early_stop(run: Run, metrics: dict[str, float]) -> None:
     config, progress = run.job.recipe.train.early_stop, run.progress
     if config is None:
         return
-    _require_metric(run, "train.early_stop.monitor", config.monitor, metrics)
     patience = Patience(
         config.mode, config.patience, progress.early_stop_best, progress.early_stop_bad
     )

@@ -28,6 +28,7 @@ class Run:
     ``not_finite`` names what of the state was so at the last save, and ``set_aside`` counts how
     many in a row were set aside for that. ``memory``: where a checkpoint's copy of the state waits
     to be written, if training goes on.
+    ``step_began`` is when the last step did, ``step_seconds`` how long the host was busy with it.
     ``is_savable``: a step was taken, and a checkpoint can hold what it has made.
     """
 
@@ -40,6 +41,8 @@ class Run:
     environment: dict[str, Any]
     memory: HostMemory | None = None
     is_savable: bool = False
+    step_began: float = 0.0
+    step_seconds: float = 0.0
     saved_step: int = -1
     saved_at: float = field(default_factory=time.monotonic)
     not_finite: list[str] = field(default_factory=list)

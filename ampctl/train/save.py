@@ -21,6 +21,11 @@ from ampctl.train.restore import Origin
 from ampctl.train.run import Run
 from ampctl.train.savable import refuse_unsavable
 
+SHORT_S = 0.25
+"""So long training waits for a save beside it, or for the time of a step if that is longer."""
+SLOW_DISK = 1e8
+"""Bytes a second; what cannot be written in that time at this pace is not waited for."""
+
 
 def open_store(
     job: Job, run_dir: Path, origin: Origin | None, writers: Writers | None, console: Console
@@ -125,8 +130,15 @@ def save(run: Run) -> None:
         nonfinite=nonfinite,
         shards=shards,
     )
-    run.log.stalled(progress.step, time.perf_counter() - begin)
     look(run)
+    run.store.linger(_patience(run, plain.num_bytes((payload, shards))))
+    run.log.stalled(progress.step, time.perf_counter() - begin)
+
+
+def _patience(run: Run, size: int) -> float:
+    """Return for how many seconds a save is waited for, lest a kill in the next step undo it."""
+    seconds = max(SHORT_S, run.step_seconds)
+    return seconds if size <= seconds * SLOW_DISK else 0.0
 
 
 def look(run: Run) -> None:
