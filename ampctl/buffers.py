@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ampctl.distributed.ranks import Ranks
+from ampctl.torch_private import NormBase, own_buffers, passing_buffers
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -53,8 +53,8 @@ class BufferGuard:
 
     def snapshot(self) -> None:
         """Remember the buffers as they are."""
-        if any(m._buffers.get(n) is not t for f in self._flats for m, n, t in f.slots) or any(
-            own.module._buffers.get(own.name) is not own.tensor
+        if any(own_buffers(m).get(n) is not t for f in self._flats for m, n, t in f.slots) or any(
+            own_buffers(own.module).get(own.name) is not own.tensor
             or (own.snapshot is not None and not _alike(own.tensor, own.snapshot))
             for own in self._own
         ):
@@ -75,14 +75,14 @@ class BufferGuard:
         """
         for flat in self._flats:
             for module, name, view in flat.slots:
-                current = module._buffers.get(name)
+                current = own_buffers(module).get(name)
                 if current is not view and current is not None and _alike(current, view):
                     view.data.copy_(current.detach())
-                    module._buffers[name] = view
+                    own_buffers(module)[name] = view
             bad = found_inf.to(flat.values.device).bool()
             torch.where(bad, flat.snapshot, flat.values, out=flat.values.data)
         for own in self._own:
-            current = own.module._buffers.get(own.name)
+            current = own_buffers(own.module).get(own.name)
             if current is not None and _alike(current, own.snapshot):
                 assert own.snapshot is not None, "what is alike is there"
                 bad = found_inf.to(current.device).bool()
@@ -94,7 +94,7 @@ class BufferGuard:
         """Take over the buffers of rank 0, those that a checkpoint holds, as DDP does."""
         ranks.follow_first_([flat.values for flat in self._flats])
         for own in self._own:
-            passing = own.name in own.module._non_persistent_buffers_set
+            passing = own.name in passing_buffers(own.module)
             if own.snapshot is not None and own.tensor is not None and not passing:
                 ranks.follow_first_([own.tensor.data])
 
@@ -104,9 +104,9 @@ class BufferGuard:
         others: list[tuple[nn.Module, str, Tensor | None]] = []
         seen: dict[int, int] = {}
         for module in self._model.modules():
-            for name, buffer in module._buffers.items():
+            for name, buffer in own_buffers(module).items():
                 seen[id(buffer)] = seen.get(id(buffer), 0) + 1
-                is_statistic = isinstance(module, _NormBase) and name in _STATISTICS
+                is_statistic = isinstance(module, NormBase) and name in _STATISTICS
                 (statistics if is_statistic else others).append((module, name, buffer))
         flat = [s for s in statistics if s[2] is not None and seen[id(s[2])] == 1]
         others += [s for s in statistics if s[2] is None or seen[id(s[2])] > 1]
@@ -123,7 +123,7 @@ def _put_back(own: _Own) -> None:
             if not _alike(own.tensor, own.snapshot):
                 own.tensor.resize_(own.snapshot.shape)
             own.tensor.copy_(own.snapshot)
-    own.module._buffers[own.name] = own.tensor
+    own_buffers(own.module)[own.name] = own.tensor
 
 
 def _is_dense(buffer: Tensor | None) -> bool:
@@ -153,7 +153,7 @@ def _flatten(buffers: list[tuple[nn.Module, str, Tensor | None]]) -> list[_Flat]
         slots = []
         for (module, name, buffer), part in zip(group, parts, strict=True):
             view = part.view(buffer.shape)
-            module._buffers[name] = view
+            own_buffers(module)[name] = view
             slots.append((module, name, view))
         flats.append(_Flat(values, values.clone(), tuple(slots)))
     return flats

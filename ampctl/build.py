@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ampctl import optim, rng
+from ampctl import optim, rng, torch_private
 from ampctl.amp.masters import upcast_
 from ampctl.amp.modules import set_module_dtypes
 from ampctl.amp.precision import Precision, choose_precision, set_accuracy
@@ -132,7 +132,7 @@ def build_state(
         optim.refuse_closure(updater.optimizer)
     task = build_task(loaded)
     _refuse_misfits(loaded, task, updaters, ranks)
-    if getattr(bare, "_ddp_params_and_buffers_to_ignore", ()):
+    if torch_private.left_out_by_ddp(bare):
         ranks = replace(ranks, shares_verdict=True)  # these gradients are not averaged
     local: Any = bare
     if recipe.train.compile is not False:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampctl import torch_private
 from ampctl.distributed.shard import is_sharded, local, regather
 
 _MOST_AT_ONCE = 1 << 24
@@ -50,11 +51,11 @@ class WeightAverage:
         for some, theirs in _alike([_part(w) for w in weights], [_part(a) for a in averages]):
             weight: Any = share.to(some[0].dtype)
             if _is_one_pass(weight):  # the stub has numbers only
-                torch._foreach_lerp_(theirs, some, [weight] * len(some))
+                torch_private.foreach_lerp_(theirs, some, [weight] * len(some))
             else:
-                moved = torch._foreach_sub(some, theirs)
-                torch._foreach_mul_(moved, weight)
-                torch._foreach_add_(theirs, moved)
+                moved = torch_private.foreach_sub(some, theirs)
+                torch_private.foreach_mul_(moved, weight)
+                torch_private.foreach_add_(theirs, moved)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ampctl import torch_private
 from ampctl.data.loader import Borrowed, unwrapped
 from ampctl.data.move import tensors, to_device
 from ampctl.errors import UsageError, first_of
@@ -194,7 +195,7 @@ def _average(state: TrainState, updater: Updater) -> None:
     DDP cannot: it counts on one pass through the whole model, and a turn calls what it likes.
     """
     _require_same_turn(state, updater)
-    apart = set(getattr(state.bare, "_ddp_params_and_buffers_to_ignore", ()))
+    apart = torch_private.left_out_by_ddp(state.bare)
     left_out = {id(p) for name, p in state.bare.named_parameters() if name in apart}
     parameters = [p for p in updater.parameters if id(p) not in left_out]
     if any(p.grad is not None and p.grad.is_sparse for p in parameters):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampctl import torch_private
 from ampctl.errors import Problem, RecipeError, UsageError, first_of
 from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
@@ -244,7 +245,7 @@ def leave_fused(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer step by another kernel than the fused one, which it was built with."""
     for group in optimizer.param_groups:
         group["fused"] = False
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    torch_private.step_without_scale(optimizer)
 
 
 def make_skippable(optimizer: torch.optim.Optimizer, at: str = "optimizer") -> None:

@@ -22,6 +22,7 @@ FLOORS = {
     "rng": 0,
     "host_memory": 1,
     "plain": 1,
+    "torch_private": 0,
     "monitor": 1,
     "environment": 1,
     "preflight": 1,

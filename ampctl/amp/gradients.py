@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from ampctl import torch_private
 from ampctl.distributed.shard import local
 
 _CACHED_ELEMENTS = 2**18  # a block that is read several times while a core's cache holds it
@@ -31,7 +32,7 @@ def gather(
         if gradient.is_sparse:
             # Uncoalesced entries of one row would be measured and clipped one by one.
             parameter.grad = gradient = gradient.coalesce()
-            gradient = gradient._values()
+            gradient = torch_private.stored_values(gradient)
             if on_sparse is not None:
                 on_sparse()
         elif gradient.is_conj():
@@ -45,7 +46,7 @@ def gather(
 
 def values(gradient: Tensor) -> Tensor:
     """Return the stored elements of a gradient, dense or sparse."""
-    return gradient.coalesce()._values() if gradient.is_sparse else gradient
+    return torch_private.stored_values(gradient.coalesce()) if gradient.is_sparse else gradient
 
 
 def drop(parameters: Sequence[nn.Parameter]) -> None:
@@ -64,7 +65,7 @@ def total_norm(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     for group in groups:
         half = group[0].dtype in (torch.float16, torch.bfloat16)
         dtype = torch.float32 if half else None
-        norms.extend(torch._foreach_norm(list(group), 2.0, dtype=dtype))
+        norms.extend(torch_private.foreach_norm(list(group), 2.0, dtype=dtype))
     first = norms[0].device
     if len(groups) > 1:
         norms = [norm.to(first) for norm in norms]
@@ -118,11 +119,11 @@ def clip_norm_(groups: Sequence[Sequence[Tensor]], norm: Tensor, max_norm: float
     """
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for group in groups:
-        torch._foreach_mul_(list(group), coefficient.to(group[0].device))
+        torch_private.foreach_mul_(list(group), coefficient.to(group[0].device))
 
 
 def clip_value_(groups: Sequence[Sequence[Tensor]], limit: float) -> None:
     """Clamp each gradient element in place to ``[-limit, limit]``."""
     for group in groups:
-        torch._foreach_clamp_min_(list(group), -limit)
-        torch._foreach_clamp_max_(list(group), limit)
+        torch_private.foreach_clamp_min_(list(group), -limit)
+        torch_private.foreach_clamp_max_(list(group), limit)

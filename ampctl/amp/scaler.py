@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctl import torch_private
 from ampctl.amp.precision import has_float64
 from ampctl.recipe.schema import AmpConfig
 
@@ -66,12 +67,12 @@ class LossScaler:
                 filled = [gradient for gradient in group if gradient.numel()]
                 if not filled:
                     continue
-                largest = torch.stack(torch._foreach_norm(filled, float("inf")))
+                largest = torch.stack(torch_private.foreach_norm(filled, float("inf")))
                 found_inf.add_(largest.isfinite().all().logical_not()).clamp_(max=1.0)
                 if self.enabled:
-                    torch._foreach_mul_(filled, inverse)
+                    torch_private.foreach_mul_(filled, inverse)
             else:
-                torch._amp_foreach_non_finite_check_and_unscale_(list(group), found_inf, inverse)
+                torch_private.check_and_unscale_(list(group), found_inf, inverse)
         return found_inf
 
     def _inverse(self, scale: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class LossScaler:
 
     def check_norm(self, norm: Tensor, found_inf: Tensor) -> None:
         """Count a norm that overflowed as non-finite: clipping by it would zero every gradient."""
-        torch._amp_foreach_non_finite_check_and_unscale_([norm], found_inf, self._one)
+        torch_private.check_and_unscale_([norm], found_inf, self._one)
 
     def grad(self, outputs: Tensor, inputs: Tensor | Iterable[Tensor]) -> Any:
         """Return the gradient of ``outputs.sum()`` by ``inputs``, to be used in a loss.
@@ -110,7 +111,7 @@ class LossScaler:
 
     def step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
         """Step the optimizer unless ``found_inf``; a fused optimizer's own kernel decides."""
-        decides = getattr(optimizer, "_step_supports_amp_scaling", False)
+        decides = torch_private.steps_by_scale(optimizer)
         if decides and found_inf.device.type != "mps":  # MPS kernels do not look at it
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -154,7 +155,7 @@ class LossScaler:
         self._scale.copy_(torch.where(overflow & (hysteresis == 0), floored, self._scale))
 
     def _torch_update(self, found_inf: Tensor) -> None:
-        torch._amp_update_scale_(
+        torch_private.update_scale_(
             self._scale,
             self._growth_tracker,
             found_inf,

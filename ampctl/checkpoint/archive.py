@@ -18,6 +18,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ampctl import torch_private
+
 DEEPEST = 100
 """How deep the content of a checkpoint may nest."""
 
@@ -118,7 +120,8 @@ def settled(value: Any) -> Any:
 
 def _settled(value: Any, depth: int, done: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
-        return value.detach() if value.requires_grad or value._backward_hooks else value
+        is_bare = not (value.requires_grad or torch_private.has_backward_hooks(value))
+        return value if is_bare else value.detach()
     if not isinstance(value, dict | list | tuple) or isinstance(value, torch.Size):
         return value
     if id(value) in done:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from ampctl import torch_private
 from ampctl.data.fetch import Fetcher, identity
-from ampctl.data.move import pinned
 from ampctl.data.order import Order, Request
 from ampctl.data.workers import (
     end_workers,
@@ -182,7 +182,7 @@ class _Reader:
         if self._loader is None:
             for request in requests:
                 batch = self._fetcher[request]
-                batch = pinned(batch) if self._pin_memory else batch
+                batch = torch_private.pin_memory(batch) if self._pin_memory else batch
                 yield Borrowed(batch) if request.borrowed else batch
             return
         self._requests.start(requests)
@@ -213,9 +213,10 @@ class _Reader:
         return self._fetcher[request]
 
     def close(self) -> None:
-        if self._loader is not None and self._loader._iterator is not None:
-            end_workers(self._loader._iterator)
-            self._loader._iterator = None
+        if self._loader is not None:
+            iterator = torch_private.take_iterator(self._loader)
+            if iterator is not None:
+                end_workers(iterator)
 
 
 class _Requests:

@@ -25,13 +25,6 @@ def to_channels_last_(model: nn.Module) -> None:
             tensor.data = tensor.data.contiguous(memory_format=CHANNELS_LAST[tensor.ndim])
 
 
-def pinned(batch: Any) -> Any:
-    """Return the batch with its tensors in page-locked memory, whose copies to CUDA overlap."""
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    return pin_memory(batch)  # type: ignore[no-untyped-call]
-
-
 def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) -> Any:
     """Return the batch with every tensor on ``device``, in channels-last order if asked.
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ampctl import torch_private
 from ampctl.distributed.member import STOPPING
 from ampctl.environment import usable_cores
 from ampctl.errors import AmpctlError, UsageError
@@ -77,8 +78,8 @@ def next_batch(iterator: Any, reading: Callable[[int, int], str]) -> Any:
 
 def end_workers(iterator: Any) -> None:
     """End the workers of a loader's iterator, those too that hang in a sample."""
-    iterator._shutdown_workers()
-    for worker in iterator._workers:
+    torch_private.shut_down_workers(iterator)
+    for worker in torch_private.workers(iterator):
         if worker.is_alive():
             worker.kill()
             worker.join()
@@ -91,11 +92,11 @@ def _death(
     if isinstance(error, EOFError | ConnectionError):
         # The connection ends a moment before the process does, and the sentinel before its code
         # can be asked for.
-        ended = wait([worker.sentinel for worker in iterator._workers], timeout=5.0)
-        for worker in iterator._workers:
+        ended = wait([worker.sentinel for worker in torch_private.workers(iterator)], timeout=5.0)
+        for worker in torch_private.workers(iterator):
             if worker.sentinel in ended:
                 worker.join()
-    codes = [worker.exitcode for worker in iterator._workers]
+    codes = [worker.exitcode for worker in torch_private.workers(iterator)]
     number, code = next(((n, code) for n, code in enumerate(codes) if code), (0, 0))
     if not code:
         return None

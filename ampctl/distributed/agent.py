@@ -25,7 +25,6 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
@@ -45,6 +44,7 @@ from ampctl.errors import (
     PreemptedError,
     UsageError,
 )
+from ampctl.torch_private.agent import Agent
 
 _C10D_PORT = 29400
 _TIME_TO_SAVE_S = 3600
@@ -137,7 +137,7 @@ class _Agent:
         return True
 
 
-class _ElasticAgent(LocalElasticAgent):
+class _ElasticAgent(Agent):
     """An agent that starts ranks anew after a crash alone, not after a stop that was meant."""
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs | None, owner: _Agent) -> None:
@@ -152,11 +152,10 @@ class _ElasticAgent(LocalElasticAgent):
         """Return the error that ends the job, of this node's own and those of the others."""
         return nodes.first_of_all(self._round, own) if self._round else own
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        super()._rendezvous(worker_group)
+    def meet(self, group: Any) -> None:
+        super().meet(group)
         self._owner.has_store.set()
         self._owner.has_met.set()
-        group: Any = worker_group
         now = nodes.Round(group.store, group.group_rank, group.group_world_size)
         os.environ[STARTS] = f"{self.starts}"
         self.starts += 1
@@ -167,29 +166,26 @@ class _ElasticAgent(LocalElasticAgent):
             )
         self._round = now
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def stop(self, group: WorkerGroup) -> None:
         """Stop the ranks; healthy ones, for a node that has come, have all the time to save."""
-        if worker_group.state is WorkerState.HEALTHY and not self._failed_elsewhere:
-            self._shutdown(timeout=_TIME_TO_SAVE_S)
+        if group.state is WorkerState.HEALTHY and not self._failed_elsewhere:
+            self.stop_within(_TIME_TO_SAVE_S)
         else:
-            super()._stop_workers(worker_group)
+            super().stop(group)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
+    def look(self, group: WorkerGroup) -> RunResult:
+        result = super().look(group)
         if result.is_failed():
             error = cause(result.failures)
-            if error.follows and self._owner.received is None and self._is_to_grow():
+            if error.follows and self._owner.received is None and self.num_nodes_waiting:
                 # Another node's launcher has seen the node that waits, and stopped its ranks.
                 return RunResult(state=WorkerState.HEALTHY)
-            if not self._owner.may_restart(error, self._remaining_restarts):
-                self._remaining_restarts = 0
+            if not self._owner.may_restart(error, self.restarts_left):
+                self.restarts_left = 0
         elif result.state is WorkerState.HEALTHY and self._is_abandoned():
-            self._remaining_restarts = 0
+            self.restarts_left = 0
             return RunResult(state=WorkerState.FAILED)
         return result
-
-    def _is_to_grow(self) -> bool:
-        return bool(self._rdzv_handler.num_nodes_waiting())
 
     def _is_abandoned(self) -> bool:
         """Return whether another node ended the job, and the ranks here do not notice."""

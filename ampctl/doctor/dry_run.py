@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampctl import rng
+from ampctl import rng, torch_private
 from ampctl.amp.precision import Precision
 from ampctl.amp.scaler import LossScaler
 from ampctl.data.move import tensors
@@ -58,10 +58,7 @@ def traced_findings(
         around.enter_context(_unlogged("torch._subclasses.fake_tensor"))
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and it takes seconds to load
             around.enter_context(torch.compiler.set_stance("force_eager"))
-        # Here, as it loads slowly too, which a run without a dry run is spared.
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = torch_private.fake_tensor_mode()
         unknown = _why_unknown(target.device_type, mode)
         if unknown:
             return [_not_traced(target.device_type, unknown)]

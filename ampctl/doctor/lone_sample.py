@@ -7,7 +7,6 @@ short that is met after an epoch of work, so it is tried beforehand, on fake ten
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampctl.build import Job
 from ampctl.data.loader import MapData
@@ -15,6 +14,7 @@ from ampctl.data.order import Order, deal
 from ampctl.doctor.dry_run import traced_findings
 from ampctl.doctor.torch_errors import LONE_SAMPLE
 from ampctl.errors import RecipeError
+from ampctl.torch_private import BatchNorm
 
 
 def refuse_lone_sample(job: Job) -> None:
@@ -52,7 +52,7 @@ _MICRO = "data.micro_batch_size"
 
 def _batch_norm(named: tuple[str, nn.Module]) -> str:
     name, module = named
-    is_active = isinstance(module, _BatchNorm) and module.training
+    is_active = isinstance(module, BatchNorm) and module.training
     return (f"model.{name}" if name else "model") if is_active else ""
 
 

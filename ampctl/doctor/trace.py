@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampctl import torch_private
 from ampctl.data.move import tensors
 
 _PACKAGE = Path(__file__).parents[1]
@@ -77,7 +77,7 @@ class Operation:
         yield from tensors(self.output)
 
 
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Trace(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     """Call ``observe`` after every operation that runs inside the context, in any thread of it.
 
     ``before``, if given, is called ahead of each with the operation and its arguments.
@@ -115,13 +115,13 @@ class Places:
     def here(self) -> Place:
         """Tell where the running operation belongs; to be called for each, in order."""
         found = _walk(self._names, sys._getframe(1))
-        node = torch._C._current_autograd_node()
+        node = torch_private.current_autograd_node()
         if node is not None and found.module is None:
-            made = self._made.get(node._sequence_nr())
+            made = self._made.get(torch_private.autograd_number(node))
             # The backward of a function of the user's own has a line of its own.
             return replace(made, source=found.source or made.source) if made else found
-        # A node takes its number just before its operation runs, and there is no public way to it.
-        self._made.setdefault(torch._C._autograd._get_sequence_nr() - 1, found)
+        # A node takes its number just before its operation runs.
+        self._made.setdefault(torch_private.next_autograd_number() - 1, found)
         return found
 
 

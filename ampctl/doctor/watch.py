@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ampctl import torch_private
 from ampctl.data.move import tensors
 from ampctl.doctor.trace import Operation, Place, Places, Trace
 
@@ -138,13 +139,13 @@ class Watch:
                     _Read(self._origins.get(self._key(value)) or self._given(value, found), found)
                 )
         # What works in place leaves nothing to look at afterwards.
-        in_place = function._schema.is_mutable
+        in_place = torch_private.is_in_place(function)
         shown = _show(function.overloadpacket.__name__, args, inputs) if in_place else None
         return _Before(reads, {self._key(t) for t in inputs}, shown)
 
     def _observe(self, operation: Operation) -> None:
         place = self._places.here()
-        node = torch._C._current_autograd_node()
+        node = torch_private.current_autograd_node()
         self._follow_loss(operation, node)
         if operation.name in _UNWRITTEN:
             return
@@ -292,7 +293,7 @@ def _known(value: Tensor) -> bool:
 
 
 def _stored(value: Tensor) -> Tensor:
-    return value._values() if value.layout is torch.sparse_coo else value
+    return torch_private.stored_values(value) if value.layout is torch.sparse_coo else value
 
 
 def _regions(values: Sequence[Tensor]) -> dict[int, list[int]]:

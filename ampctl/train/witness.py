@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ampctl import torch_private
 from ampctl.build import Job
 from ampctl.data.loader import TrainData, Window, unwrapped
 from ampctl.data.stream import StreamData
@@ -163,15 +164,16 @@ class Witness:
         for name, module in state.bare.named_modules():
             where = f"model.{name}" if name else "model"
             found |= _attributes(where, module, _OF_A_MODULE)
-            for own in module._non_persistent_buffers_set:
-                _take(module._buffers[own], f"{where}.{own} (persistent=False)", found, 0, _LARGEST)
+            for own in torch_private.passing_buffers(module):
+                buffer = torch_private.own_buffers(module)[own]
+                _take(buffer, f"{where}.{own} (persistent=False)", found, 0, _LARGEST)
         for updater in state.updaters:
             suffix = f".{updater.name}" if updater.name else ""
             if not is_torchs_own(updater.optimizer):
                 found |= _attributes(f"optimizer{suffix}", updater.optimizer, _OF_AN_OPTIMIZER)
             schedule = updater.learning_rate.source
             found |= _attributes(f"scheduler{suffix}", schedule, _OF_A_SCHEDULER)
-            for i, inner in enumerate(getattr(schedule, "_schedulers", ())):  # SequentialLR's
+            for i, inner in enumerate(torch_private.inner_schedulers(schedule)):  # SequentialLR's
                 found |= _attributes(f"scheduler{suffix}._schedulers.{i}", inner, _OF_A_SCHEDULER)
         found |= _attributes("task", as_written(state.task), frozenset())
         dataset = self.dataset
