@@ -25,6 +25,7 @@ from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import WeightAverage
 from ampctl.errors import RecipeError
 from ampctl.first_weights import FirstWeights
+from ampctl.layout import Layout, layout
 from ampctl.modes import set_to_train
 from ampctl.parallel import in_ddp, shard
 from ampctl.parts import build_model, build_part, build_task, length_of, wrong
@@ -41,13 +42,17 @@ _RANK_STREAM = 4
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe made real. ``total_steps`` is None where only the data's end tells."""
+    """A recipe made real. ``total_steps`` is None where only the data's end tells.
+
+    ``built`` is what the model was made of before anything ran.
+    """
 
     loaded: LoadedRecipe
     state: TrainState
     train_data: TrainData
     eval_data: EvalData | None
     total_steps: int | None
+    built: Layout
 
     @property
     def num_parameters(self) -> int:
@@ -87,7 +92,7 @@ def build_job(
     if not ranks.is_first:
         # The same weights, but other random numbers: dropout is not to be the same on all ranks.
         rng.seed_everything(rng.mix(recipe.seed, _RANK_STREAM, ranks.rank))
-    return Job(loaded, state, train_data, eval_data, total_steps)
+    return Job(loaded, state, train_data, eval_data, total_steps, layout(state.bare))
 
 
 def settle_device(recipe: Recipe, ranks: Ranks = ALONE) -> tuple[torch.device, Precision]:

@@ -36,7 +36,8 @@ def build_model(
     if not isinstance(model, nn.Module):
         found = type(model).__name__
         raise wrong(loaded, "model", f"{recipe.model[TARGET]} gave a {found}, not an nn.Module")
-    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    held = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, tensor in held if is_lazy(tensor)]
     if lazy:
         message = f"{lazy[0]} has no shape before the first batch"
         raise wrong(loaded, "model", message, "give the sizes: nn.Linear instead of nn.LazyLinear")

@@ -115,3 +115,45 @@ class Spoils(torch.optim.SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.fill_(float("inf"))
+
+
+class Makes(nn.Module):
+    """Makes something of its own in its first pass: ``what`` names it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.first, self.what = nn.Linear(8, 4), what
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("later", None)
+        self.register_buffer("cached", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.what == "parameter" and not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.ones(4))
+        elif self.what == "layer" and not hasattr(self, "head"):
+            self.head = nn.Linear(4, 4)
+        elif self.what == "buffer" and not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(4))
+        elif self.what == "later":
+            self.later = torch.zeros(4)
+        elif self.what == "larger":
+            self.seen = torch.zeros(len(self.seen) + 1)
+        elif self.what == "resized":
+            self.seen.resize_(4).zero_()
+        elif self.what == "replaced":
+            self.first.weight = nn.Parameter(self.first.weight.detach() * 1.0)
+        elif self.what == "grown parameter":
+            self.first.bias.data = torch.zeros(1, 4)
+        elif self.what == "cached":
+            self.cached = torch.zeros(len(self.cached) + 1)
+        return y + (self.scale.sum() if hasattr(self, "scale") else 0)
+
+
+class MakesTask:
+    """A task that gives the model a parameter."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if not hasattr(model, "temperature"):
+            model.temperature = nn.Parameter(torch.ones(()))
+        return F.cross_entropy(model(batch[0]).float(), batch[1]) * model.temperature

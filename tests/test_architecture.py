@@ -42,6 +42,7 @@ FLOORS = {
     "ema": 1,
     "groups": 1,
     "lr": 1,
+    "layout": 1,
     "models": 1,
     "modes": 1,
     "optim": 1,

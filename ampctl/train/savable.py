@@ -7,7 +7,8 @@ from typing import Any
 
 from ampctl import plain
 from ampctl.build import Job
-from ampctl.errors import CheckpointError, Problem, RecipeError
+from ampctl.errors import CheckpointError, Problem, RecipeError, first_of
+from ampctl.layout import changes
 from ampctl.recipe.schema import block_key, by_name
 
 _ADVICE = (
@@ -16,11 +17,24 @@ _ADVICE = (
 )
 
 
+_IN_INIT = (
+    "make parameters and buffers in __init__, in their final shape; a buffer that need not be "
+    "saved can be registered with persistent=False"
+)
+
+
 def refuse_unsavable(job: Job, *, begun: bool) -> None:
     """Raise RecipeError for parts whose state cannot be taken, or that no checkpoint can hold.
 
-    ``begun``: a step was taken, from which on a data set must say where it stands.
+    ``begun``: a step was taken, from which on a data set must say where it stands, and the model
+    must be made of what it was built with.
     """
+    if begun and (made := changes(job.built, job.state.bare)):
+        message = (
+            f"a pass has changed what the model is made of: {first_of(made)}. No optimizer trains "
+            "what is new, and no checkpoint of it can be resumed"
+        )
+        raise RecipeError([job.loaded.problem("model", message, _IN_INIT)])
     every = _parts(job, begun=begun)
     problems = [_problem(job, key, part, path, take) for key, part, path, take in every]
     found = [problem for problem in problems if problem is not None]
