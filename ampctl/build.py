@@ -22,7 +22,7 @@ from ampctl.data.order import Order
 from ampctl.data.stream import StreamData
 from ampctl.distributed.env import choose_device, use_device
 from ampctl.distributed.ranks import ALONE, Ranks
-from ampctl.ema import WeightAverage
+from ampctl.ema import Average, OptimizerAverage, WeightAverage, keeps_average
 from ampctl.errors import RecipeError
 from ampctl.first_weights import FirstWeights
 from ampctl.layout import Layout, layout
@@ -155,7 +155,7 @@ def build_state(
         amp=recipe.amp,
         device=device,
         buffers=BufferGuard(bare),
-        ema=WeightAverage(bare, recipe.train.ema_decay) if recipe.train.ema_decay else None,
+        ema=_average(loaded, bare, updaters),
         channels_last=recipe.train.channels_last,
         nonfinite_by_design=by_design,
         module_dtypes=modules,
@@ -164,6 +164,18 @@ def build_state(
         blocks=blocks,
         compiled=recipe.train.compile is not False,
     )
+
+
+def _average(loaded: LoadedRecipe, model: nn.Module, updaters: Sequence[Updater]) -> Average | None:
+    """Return what keeps the weights for evaluations, where they are others than those trained."""
+    decay = loaded.recipe.train.ema_decay
+    own = [each.optimizer for each in updaters if keeps_average(each.optimizer)]
+    if own and decay:
+        message = f"{type(own[0]).__name__} keeps an average of the weights itself"
+        raise wrong(loaded, "train.ema_decay", message, "leave it out")
+    if own:
+        return OptimizerAverage(model, own)
+    return WeightAverage(model, decay) if decay else None
 
 
 def _refuse_misfits(

@@ -1,4 +1,7 @@
-"""An exponential moving average of the weights, moved by applied updates only."""
+"""The weights that evaluations use, where they are not those that are trained: an average of them.
+
+It is ours (EMA), moved by applied updates only, or one that the optimizers keep themselves.
+"""
 
 from __future__ import annotations
 
@@ -122,6 +125,63 @@ def _is_one_pass(weight: Tensor) -> bool:
     many tensors take a kernel each.
     """
     return weight.is_cpu
+
+
+class OptimizerAverage:
+    """The weights of optimizers that train at one point and are evaluated at another.
+
+    They have methods ``train`` and ``eval``, which move the weights from one to the other, as
+    schedule-free ones do (https://arxiv.org/abs/2405.15682). On the way there and back weights may
+    be rounded; here training goes on from the very bits that it had. Used as `WeightAverage` is.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        for optimizer in optimizers:
+            optimizer.train()
+
+    def update(self, found_inf: Tensor, parameters: Sequence[Tensor] | None = None) -> None:
+        """Do nothing: the optimizers move their average as they step."""
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the model the weights for evaluation inside, and those of training afterwards."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        trained = [local(each.detach()) for group in groups for each in group["params"]]
+        kept = [each.clone() for each in trained]
+        for optimizer in self._optimizers:
+            optimizer.eval()
+        regather(self._model)
+        try:
+            yield
+        finally:
+            for optimizer in self._optimizers:
+                optimizer.train()
+            trained = [local(each.detach()) for group in groups for each in group["params"]]
+            for weight, value in zip(trained, kept, strict=True):
+                weight.copy_(value)
+            regather(self._model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a state dict of the bare model that holds the weights for evaluation."""
+        with self.applied():
+            state = self._model.state_dict()
+            return {
+                name: value.detach().clone() if isinstance(value, Tensor) else value
+                for name, value in state.items()
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: it follows from the weights and from what the optimizers hold."""
+
+
+Average = WeightAverage | OptimizerAverage
+
+
+def keeps_average(optimizer: Any) -> bool:
+    """Return whether an optimizer moves the weights for evaluations, and back for training."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def _part(value: Tensor) -> Tensor:

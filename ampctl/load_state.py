@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctl.errors import CheckpointError, first_of
-from ampctl.optim import KERNEL_CHOICES, needs_closure, state_names
+from ampctl.optim import KERNEL_CHOICES, counted_in_groups, needs_closure, state_names
 from ampctl.saved import fitting_groups, fitting_state
 
 _SHOWN = 8
@@ -163,11 +163,13 @@ def load_optimizer(
     ]
     # How a step is computed was settled when the optimizer was built, for this device. The rate is
     # the schedule's, which brings a new base rate to bear itself.
+    counted = counted_in_groups(optimizer)
     of_recipe = [
         {
             name: value
             for name, value in group.items()
-            if name in KERNEL_CHOICES or (recipe_wins and name not in ("lr", "initial_lr"))
+            if name in KERNEL_CHOICES
+            or (recipe_wins and name not in ("lr", "initial_lr", *counted))
         }
         for group in from_recipe
     ]

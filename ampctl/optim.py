@@ -16,6 +16,7 @@ from torch import nn
 
 from ampctl import torch_private
 from ampctl.errors import Problem, RecipeError, UsageError, first_of
+from ampctl.recipe.arguments import parameters_of
 from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import Block
@@ -221,10 +222,10 @@ def _names_for(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
 ) -> frozenset[str] | None:
     kind = type(optimizer)
-    if parameter in optimizer.state:  # some make it when they are built
-        return frozenset(optimizer.state[parameter])
     if not is_torchs_own(optimizer) or needs_closure(optimizer):
         return None
+    if parameter in optimizer.state:  # some make it when they are built
+        return frozenset(optimizer.state[parameter])
     shape = (1,) * parameter.ndim
     tiny = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
     tiny.grad = torch.zeros_like(tiny)
@@ -239,6 +240,14 @@ def _names_for(
     except RuntimeError:  # SparseAdam takes sparse gradients alone
         return None
     return frozenset(name for name, value in probe.state[tiny].items() if value is not None)
+
+
+def counted_in_groups(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return what an optimizer keeps in its groups beside its arguments: how far it has come."""
+    arguments = parameters_of(type(optimizer))
+    if not arguments or any(each.kind is each.VAR_KEYWORD for each in arguments.values()):
+        return set()
+    return optimizer.defaults.keys() - arguments.keys()
 
 
 def leave_fused(optimizer: torch.optim.Optimizer) -> None:

@@ -14,7 +14,7 @@ from ampctl.amp.precision import Precision
 from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
 from ampctl.distributed.ranks import ALONE, Ranks
-from ampctl.ema import WeightAverage
+from ampctl.ema import Average
 from ampctl.errors import CheckpointError
 from ampctl.load_state import MisfitError, load_model, load_optimizer, require_fit
 from ampctl.recipe.schema import AmpConfig
@@ -141,7 +141,7 @@ class TrainState:
     amp: AmpConfig
     device: torch.device
     buffers: BufferGuard
-    ema: WeightAverage | None
+    ema: Average | None
     ranks: Ranks = ALONE
     channels_last: bool = False
     compiled: bool = False

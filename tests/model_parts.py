@@ -157,3 +157,41 @@ class MakesTask:
         if not hasattr(model, "temperature"):
             model.temperature = nn.Parameter(torch.ones(()))
         return F.cross_entropy(model(batch[0]).float(), batch[1]) * model.temperature
+
+
+class TwoPoints(torch.optim.Optimizer):
+    """Schedule-free SGD, as its paper has it: it trains at one point, and is evaluated at another.
+
+    The way from one to the other and back is rounded.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+
+    def _move(self, training: bool) -> None:
+        for group in self.param_groups:
+            beta = group["beta"]
+            for parameter in group["params"] if group["train_mode"] != training else ():
+                if parameter in self.state:
+                    z = self.state[parameter]["z"]
+                    parameter.data.lerp_(z, 1 - beta if training else 1 - 1 / beta)
+            group["train_mode"] = training
+
+    def train(self) -> None:
+        self._move(True)
+
+    def eval(self) -> None:
+        self._move(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["train_mode"], "step was called in eval mode"
+            lr, beta, share = group["lr"], group["beta"], 1 / (group["k"] + 1)
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                z = state.setdefault("z", parameter.detach().clone())
+                parameter.lerp_(z, share)
+                parameter.add_(parameter.grad, alpha=lr * (beta * (1 - share) - 1))
+                z.sub_(parameter.grad, alpha=lr)
+            group["k"] += 1

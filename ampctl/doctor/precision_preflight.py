@@ -21,6 +21,7 @@ from ampctl.doctor.finding import (
     Target,
     vanishes,
 )
+from ampctl.ema import WeightAverage
 from ampctl.errors import UsageError, first_of
 from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
@@ -108,14 +109,15 @@ def _half_parameters(state: TrainState) -> Iterator[Finding]:
     half = _trained_names(state, torch.bfloat16)
     if half:
         lost = "an update below 1/256 of a weight can be lost"
-        if state.ema is not None:
+        averaged = isinstance(state.ema, WeightAverage)
+        if averaged:
             lost += ", and the average that train.ema_decay asks for stands still"
         yield Finding(
             "half-parameters",
             first_of(half),
             f"{len(half)} trainable parameters are bfloat16 themselves: {lost}",
             upcast,
-            "warning" if state.ema is None else "error",
+            "error" if averaged else "warning",
         )
 
 
