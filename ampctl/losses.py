@@ -224,7 +224,7 @@ def _turn(
     mean: Tensor | None = None
     names: list[str | None] = []
     for losses, share in runs:
-        with state.precision.autocast():
+        with state.untouched.around(), state.precision.autocast():
             given: Any = next(losses, _OVER)
         names.append(_name(state, given, had) if given is not _OVER else None)
         if names[0] != names[-1]:
@@ -248,7 +248,7 @@ def _turn(
 def _loss(state: TrainState, batch: Any, extras: Mapping[str, Any]) -> Tensor:
     """Run the forward pass; of what the task returns beside the loss nothing is kept alive."""
     batch = to_device(batch, state.device, channels_last=state.channels_last)
-    with state.precision.autocast():
+    with state.untouched.around(), state.precision.autocast():
         given = state.task.loss(state.model, batch, **extras)
     return _scalar(given[0] if isinstance(given, tuple) else given, state, "loss")
 

@@ -17,9 +17,11 @@ from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import Average
 from ampctl.errors import CheckpointError
 from ampctl.load_state import MisfitError, load_model, load_optimizer, require_fit
+from ampctl.pending import Pending
 from ampctl.recipe.schema import AmpConfig
 from ampctl.saved import require_counts, require_scale
 from ampctl.tasks import Task, asks_for, has_own
+from ampctl.untouched import Untouched
 from ampctl.updater import Rewind, Updater, one_or_by_name
 
 
@@ -66,7 +68,8 @@ class StepReport:
     With several optimizers ``loss`` is the sum of what their turns lost, ``lr`` the rate of the
     first that took part, and the step is skipped if one of them was; ``consecutive_skips`` counts
     the steps in a row, or the turns of one of the skipped if it had more; ``optimizers`` has for
-    each that took part whether it was ``skipped``, and its own figures.
+    each that took part whether it was ``skipped``, and its own figures. ``moved``: a parameter that
+    the task or the model has changed, in the first steps (see ``untouched``).
     """
 
     step: int
@@ -83,43 +86,7 @@ class StepReport:
     consecutive_skips: int
     scale_differs: bool = False
     optimizers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-
-class Pending:
-    """A step's figures on their way to the host, by name: ``found_inf``, ``loss``, ``scale`` ...
-
-    On an accelerator the copy is asynchronous; by the time the next optimizer step is about to be
-    queued it has long arrived, so that reading it holds nothing up. ``rates`` are the learning
-    rates of the optimizers that took part, by name; ``modules``: see ``amp.activations``.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        rates: Mapping[str, float],
-        figures: Mapping[str, Tensor],
-        modules: Sequence[nn.Module],
-    ) -> None:
-        self.step = step
-        self.modules = modules
-        self.rates = rates
-        self._names = tuple(figures)
-        self._event: Any = None
-        values = torch.stack(list(figures.values()))
-        if values.device.type not in ("cuda", "xpu"):
-            self._values = values
-        else:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            module = torch.get_device_module(values.device)
-            self._event = module.Event()
-            self._event.record(module.current_stream(values.device))
-
-    def read(self) -> dict[str, float]:
-        """Return the figures; waits for the copy if it is still under way."""
-        if self._event is not None:
-            self._event.synchronize()  # sync: with the step before the one being queued
-        return dict(zip(self._names, self._values.tolist(), strict=True))
+    moved: str | None = None
 
 
 @dataclass
@@ -159,11 +126,13 @@ class TrainState:
     watches_activations: bool = field(init=False)
     shares_buffers: bool = field(init=False)
     counts_samples: bool = field(init=False)
+    untouched: Untouched = field(init=False)
     _asked: Mapping[str, frozenset[str]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.scale_on_host = float(self.scaler.current_scale)  # sync: a state is built
         self.parameters = [p for updater in self.updaters for p in updater.parameters]
+        self.untouched = Untouched(self.bare, self.parameters)
         together = self.amp.all_or_nothing and len(self.updaters) > 1
         self.rewinds = {each.name: Rewind(each) for each in self.updaters} if together else {}
         self.takes_turns = has_own(self.task, "losses")

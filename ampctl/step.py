@@ -20,8 +20,9 @@ from ampctl.amp.activations import Peaks
 from ampctl.distributed.failure import comes_of_others
 from ampctl.errors import UsageError
 from ampctl.losses import backward_passes, forward_backward, no_gradient
+from ampctl.pending import Pending
 from ampctl.recipe.schema import block_key
-from ampctl.state import Pending, StepReport, TrainState
+from ampctl.state import StepReport, TrainState
 from ampctl.updater import Updater, key
 
 
@@ -50,6 +51,7 @@ def train_step(
     if state.shares_buffers:
         state.buffers.follow_first(state.ranks)
     state.buffers.snapshot()
+    state.untouched.begin()
     before: StepReport | None = None
     rates: dict[str, float] = {}
     figures: dict[str, Tensor] = {}
@@ -88,6 +90,8 @@ def train_step(
     state.progress.step += 1
     figures |= {key("found_inf", name): found_inf for name, found_inf in found.items()}
     figures |= {"scale": state.scaler.current_scale, **peaks.figures()}
+    if (moved := state.untouched.end()) is not None:
+        figures["moved"] = moved
     state.pending = Pending(state.progress.step, rates, figures, peaks.modules)
     return before
 
@@ -140,6 +144,7 @@ def settle(state: TrainState) -> StepReport | None:
         scale_differs=bool(figures.get("scale_differs")),
         consecutive_skips=max([progress.consecutive_skips, *rows]),
         optimizers=of_each,
+        moved=state.untouched.name(figures.get("moved", 0.0)),
     )
 
 

@@ -195,3 +195,68 @@ class TwoPoints(torch.optim.Optimizer):
                 parameter.add_(parameter.grad, alpha=lr * (beta * (1 - share) - 1))
                 z.sub_(parameter.grad, alpha=lr)
             group["k"] += 1
+
+
+class Meddles:
+    """A task that does more than to return a loss: ``how`` says what."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.optimizer: Any = None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = F.cross_entropy(model(batch[0]).float(), batch[1])
+        if torch.is_grad_enabled():
+            self.meddle(model, model.first.weight, loss)
+        return loss
+
+    def meddle(self, model: nn.Module, weight: Any, loss: Tensor) -> None:
+        if self.how in ("step", "backward"):
+            self.optimizer = self.optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+            loss.backward(retain_graph=True)
+            if self.how == "step":
+                self.optimizer.step()
+        elif self.how == "zero_grad":
+            model.zero_grad()
+        elif self.how == "by hand":
+            (gradient,) = torch.autograd.grad(loss, weight, retain_graph=True)
+            weight.data.sub_(0.1 * gradient)
+        elif self.how == "no_grad":
+            with torch.no_grad():
+                weight.mul_(0.9)
+        elif self.how == "replaces":
+            weight.data = weight.detach() + 0.1
+        elif self.how == "clamps":
+            weight.data.clamp_(-0.1, 0.1)
+        elif self.how == "half":
+            model.half()
+
+
+class MeddlesInTurns(Meddles):
+    """The same between the turns of optimizers."""
+
+    def losses(self, model: nn.Module, batch: Any) -> Any:
+        loss = F.cross_entropy(model(batch[0]).float(), batch[1])
+        yield "all", loss
+        loss = F.cross_entropy(model(batch[0]).float(), batch[1])
+        self.meddle(model, model.first.weight, loss)
+
+
+class Teacher(nn.Module):
+    """A student, and a teacher that follows it in the forward pass; spectral norm beside them."""
+
+    def __init__(self, freezes: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 4)
+        self.teacher = nn.Linear(8, 4)
+        self.teacher.requires_grad_(not freezes)
+        self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, followed in zip(
+                self.teacher.parameters(), self.first.parameters(), strict=True
+            ):
+                own.lerp_(followed + 1, 0.1)
+            target = self.teacher(x)
+        return self.first(x) + self.normed(x) + 0 * target

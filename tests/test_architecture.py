@@ -58,6 +58,8 @@ FLOORS = {
     "losses": 2,
     "load_state": 1,
     "first_weights": 1,
+    "pending": 1,
+    "untouched": 1,
     "updater": 2,
     "checkpoint": 3,
     "doctor": 3,

@@ -17,6 +17,7 @@ from ampctl.doctor import remedy
 from ampctl.doctor.finding import Target
 from ampctl.doctor.lone_sample import refuse_lone_sample
 from ampctl.doctor.misfit import in_words
+from ampctl.doctor.moved import what_is_moved
 from ampctl.doctor.nonfinite import examine
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.doctor.replay import Replay, tried, without_scale
@@ -169,6 +170,8 @@ def _step(job: Job, window: list[Any]) -> StepReport:
             raise
         raise told from error
     assert report is not None, "a step was just taken"
+    if warning := what_is_moved(job.state, window, report) if report.step == 1 else "":
+        Console(quiet=True).warn(warning)
     if not math.isfinite(report.loss) and not _scale_alone_is_at_fault(job.state, window):
         which = "the first step" if report.step == 1 else f"step {report.step}"
         diagnosis = _diagnosis(job, window, report)

@@ -7,6 +7,7 @@ import time
 from ampctl.build import Job
 from ampctl.data.workers import WorkerError
 from ampctl.doctor.misfit import in_words
+from ampctl.doctor.moved import what_is_moved
 from ampctl.errors import NumericsError, RecipeError, UsageError
 from ampctl.monitor import Patience, is_better
 from ampctl.preflight import unknown_metric
@@ -187,6 +188,12 @@ def _take(run: Run, report: StepReport) -> None:
     if report.scale_differs:
         run.job.state.require_agreement()
     run.log.report(report, run.progress)
+    window = next((batches for step, batches in run.windows if step == report.step), [])
+    if report.moved is not None and not run.is_bound:
+        warning = what_is_moved(run.job.state, window, report)
+        run.is_bound = True
+        if run.job.state.ranks.is_first:
+            run.log.console.warn(warning)
     if report.scale_after != report.scale_before:
         run.scales.append((report.step, report.scale_after))
     amp = run.job.recipe.amp
@@ -195,7 +202,6 @@ def _take(run: Run, report: StepReport) -> None:
         return
     if amp.nonfinite == "skip" and report.consecutive_skips < amp.max_skips:
         return
-    window = next((batches for step, batches in run.windows if step == report.step), [])
     diagnosis = diagnose(run.job, window, step=report.step - 1)
     run.log.diagnosis(
         report.step,

@@ -29,7 +29,8 @@ class Run:
     many in a row were set aside for that. ``memory``: where a checkpoint's copy of the state waits
     to be written, if training goes on.
     ``step_began`` is when the last step did, ``step_seconds`` how long the host was busy with it.
-    ``is_savable``: a step was taken, and a checkpoint can hold what it has made.
+    ``is_savable``: a step was taken, and a checkpoint can hold what it has made. ``is_bound``: its
+    passes bring weights into bounds, which was said.
     """
 
     job: Job
@@ -41,6 +42,7 @@ class Run:
     environment: dict[str, Any]
     memory: HostMemory | None = None
     is_savable: bool = False
+    is_bound: bool = False
     step_began: float = 0.0
     step_seconds: float = 0.0
     saved_step: int = -1
