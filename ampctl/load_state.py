@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import glob
-import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ampctl import commands
 from ampctl.errors import CheckpointError, first_of
 from ampctl.optim import KERNEL_CHOICES, counted_in_groups, needs_closure, state_names
 from ampctl.saved import fitting_groups, fitting_state
@@ -68,7 +68,7 @@ def allowances(own: Collection[str], saved: Collection[str], wrong: Collection[s
     globs = list(dict.fromkeys(_glob(name, every - {*wrong}) for name in sorted(wrong)))
     if len(globs) > _MOST_GLOBS or any(not each.isprintable() for each in globs):
         globs = ["*"]
-    return " ".join(f"--allow-missing {shlex.quote(each)}" for each in globs)
+    return " ".join(commands.allowances(globs))
 
 
 def _glob(name: str, fine: Collection[str]) -> str:

@@ -17,6 +17,7 @@ ROOT = Path(ampctl.__file__).parent
 # The longest prefix of a module's dotted name gives its floor. What stands on no floor fails.
 FLOORS = {
     "": 0,  # the package itself: the version; and the front door, which hands on when asked
+    "commands": 0,
     "errors": 0,
     "recipe": 0,
     "rng": 0,

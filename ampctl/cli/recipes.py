@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
+from ampctl import commands
 from ampctl.cli import screen
 from ampctl.cli.options import Command, Json, Overrides, RecipeArgument
-from ampctl.errors import UsageError, as_argument
+from ampctl.errors import UsageError
 
 app = typer.Typer(help="List, show and copy the recipes that come with ampctl.")
 
@@ -91,4 +92,4 @@ def copy_recipe(
             raise UsageError(f"{target} exists already; give another name") from error
         except OSError as error:
             raise UsageError(f"{target} cannot be written: {error.strerror}") from error
-        typer.echo(f"{target} written; train it with: ampctl train {as_argument(target)}")
+        typer.echo(f"{target} written; train it with: {commands.train(target)}")

@@ -12,7 +12,7 @@ import typer
 
 from ampctl.cli import screen
 from ampctl.cli.options import Json, Overrides
-from ampctl.errors import UsageError
+from ampctl.errors import UsageError, as_argument
 from ampctl.recipe import builtin
 
 _RECIPES = (".yaml", ".yml")
@@ -49,8 +49,9 @@ def verify(
         others = [each for each in overrides or () if "=" not in each or Path(each).exists()]
         if others:
             raise UsageError(
-                f"verify takes one checkpoint or run folder at a time: `ampctl verify {source}`, "
-                f"then `ampctl verify {others[0]}`"
+                "verify takes one checkpoint or run folder at a time: "
+                f"`ampctl verify {as_argument(source)}`, then "
+                f"`ampctl verify {as_argument(others[0])}`"
             )
         if overrides or steps is not None:
             raise UsageError(
@@ -60,8 +61,9 @@ def verify(
         is_named = source in builtin.builtin_names() and not path.exists()
         if is_named or path.suffix in _RECIPES:
             raise UsageError(
-                f"{source} is a recipe: `ampctl verify {source} --resume` tries whether it resumes "
-                "exactly; without --resume a checkpoint or a run folder is verified"
+                f"{source} is a recipe: `ampctl verify {as_argument(source)} --resume` tries "
+                "whether it resumes exactly; without --resume a checkpoint or a run folder is "
+                "verified"
             )
         from ampctl.checkpoint.verify import require_sound
         from ampctl.checkpoint.verify import verify as examine
@@ -77,7 +79,8 @@ def _resume(source: str, overrides: Sequence[str], steps: int | None, as_json: b
     if os.path.isdir(source) or Path(source).suffix in _CHECKPOINTS:
         raise UsageError(
             f"{source} is no recipe: `ampctl verify RECIPE --resume` tries a recipe, and "
-            f"`ampctl verify {source}` examines what is saved; a run has its recipe in recipe.yaml"
+            f"`ampctl verify {as_argument(source)}` examines what is saved; a run has its recipe "
+            "in recipe.yaml"
         )
     from ampctl.train import proof
 

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ampctl import commands
 from ampctl.distributed import failure
 from ampctl.distributed.member import LAUNCHER, STARTS
 from ampctl.distributed.plan import Options, Plan, plan_for, refuse_in_rank, with_variables
 from ampctl.distributed.srun import become_rank
-from ampctl.errors import UsageError, as_argument
+from ampctl.errors import UsageError
 
 if TYPE_CHECKING:
     from ampctl.checkpoint.contents import Facts
@@ -204,7 +205,7 @@ def _way_on(run_dir: Path | None, plan: Plan) -> str:
     name = Path(os.path.realpath(latest)).name
     return (
         f"The newest checkpoint is {run_dir / 'checkpoints' / name}: "
-        f"`ampctl resume {as_argument(run_dir)}{ranks}` goes on from it."
+        f"`{commands.resume(run_dir, ranks=ranks)}` goes on from it."
     )
 
 

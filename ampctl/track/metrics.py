@@ -16,6 +16,7 @@ from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import Any
 
+from ampctl import commands
 from ampctl.errors import MachineError, UsageError
 
 
@@ -75,7 +76,7 @@ class MetricsFile:
             mend = "Raise the limit to the size of a file (`ulimit -f`)"
         return MachineError(
             f"{self.path}: the metrics cannot be written: {error.strerror}.\n"
-            f"    {mend}, then go on with `ampctl resume`."
+            f"    {mend}, then go on with `{commands.resume(self.path.parent)}`."
         )
 
 

@@ -11,10 +11,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from ampctl import commands
 from ampctl.checkpoint import disk, lock
 from ampctl.checkpoint.index import FOLDER as CHECKPOINTS
 from ampctl.checkpoint.lock import LOCK_FILE
-from ampctl.errors import UsageError, as_argument
+from ampctl.errors import UsageError
 
 RECIPE = "recipe.yaml"
 ENVIRONMENT = "environment.json"
@@ -58,7 +59,7 @@ def refuse_to_overwrite(run_dir: Path) -> None:
     if holds_run(run_dir):
         saved = any((run_dir / CHECKPOINTS).glob("step-*"))
         way_on = (
-            f"`ampctl resume {as_argument(run_dir)}` goes on with it"
+            f"`{commands.resume(run_dir)}` goes on with it"
             if saved
             else "It has saved nothing yet: `--resume auto` starts there anew"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ampctl import commands
 from ampctl.build import Job
 from ampctl.checkpoint import parts
 from ampctl.checkpoint.file import NAME_ANOTHER, UnusableCheckpointError
@@ -191,8 +191,8 @@ def misfits_explained(
         way_on = "Go on with what it was saved with, or start a new run"
         if error.allowances is not None:
             some = " that fit" if error.allowances else ""
-            commands = _start_anew(path, text, loaded, f"{ranks} {error.allowances}".rstrip())
-            way_on += f" from its weights{some}:\n    " + "\n    ".join(commands)
+            lines = _start_anew(path, text, loaded, f"{ranks} {error.allowances}".rstrip())
+            way_on += f" from its weights{some}:\n    " + "\n    ".join(lines)
         else:
             way_on += ": none of its weights fits"
         changed = ", ".join(changes)
@@ -207,16 +207,18 @@ def _start_anew(path: Path, text: str, loaded: LoadedRecipe, options: str) -> li
     The recipe is the file that the user has named, or that of the run if it is the one that was
     saved in the checkpoint, or is written to a file first.
     """
-    commands, recipe = [], loaded.source
+    needed, recipe = [], loaded.source
+    if recipe in ("-", "/dev/stdin"):  # it can be read once
+        recipe = ""
     if not recipe:
         of_run = path.parent.parent / RECIPE
         with suppress(OSError, UnicodeError):
             recipe = f"{of_run}" if of_run.read_text(encoding="utf-8") == text else ""
     if not recipe:
         recipe = f"{path.stem}.yaml"
-        commands.append(f"ampctl inspect {as_argument(path)} --recipe > {as_argument(recipe)}")
-    words = shlex.join(["ampctl", "train", recipe, *loaded.overrides, "--init-from"])
-    return [*commands, f"{words} {as_argument(path)}{options}"]
+        needed.append(f"ampctl inspect {as_argument(path)} --recipe > {as_argument(recipe)}")
+    anew = commands.train(recipe, loaded.overrides, init_from=path, ranks=options)
+    return [*needed, anew]
 
 
 def _changes_under(keys: Sequence[str], saved: LoadedRecipe, loaded: LoadedRecipe) -> list[str]:

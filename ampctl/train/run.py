@@ -8,15 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ampctl import commands
 from ampctl.build import Job
 from ampctl.checkpoint.elsewhere import Elsewhere
 from ampctl.checkpoint.store import Store
 from ampctl.distributed.attendance import Attendance
 from ampctl.distributed.heed import Heed
-from ampctl.errors import as_argument
+from ampctl.distributed.ranks import Ranks
 from ampctl.host_memory import HostMemory
+from ampctl.recipe.load import LoadedRecipe
 from ampctl.state import Progress
+from ampctl.train.folder import RECIPE
+from ampctl.train.init_from import InitFrom
 from ampctl.train.log import RunLog
+from ampctl.train.restore import Origin
 
 SCALES_SHOWN = 8
 
@@ -29,6 +34,7 @@ class Run:
     many in a row were set aside for that. ``memory``: where a checkpoint's copy of the state waits
     to be written, if training goes on.
     ``step_began`` is when the last step did, ``step_seconds`` how long the host was busy with it.
+    ``anew`` is the command that begins as this run has, for one that has saved nothing.
     ``is_savable``: a step was taken, and a checkpoint can hold what it has made. ``is_bound``: its
     passes bring weights into bounds, which was said.
     """
@@ -40,6 +46,7 @@ class Run:
     heed: Heed
     attendance: Attendance
     environment: dict[str, Any]
+    anew: str = ""
     memory: HostMemory | None = None
     is_savable: bool = False
     is_bound: bool = False
@@ -60,4 +67,23 @@ class Run:
     @property
     def resume_command(self) -> str:
         """The command that goes on with the run, on as many ranks."""
-        return f"ampctl resume {as_argument(self.run_dir)}{self.job.state.ranks.option}"
+        return commands.resume(self.run_dir, ranks=self.job.state.ranks.option)
+
+
+def begun_anew(
+    loaded: LoadedRecipe,
+    run_dir: Path,
+    origin: Origin | None,
+    init_from: InitFrom | None,
+    ranks: Ranks,
+) -> str:
+    """Return the command that begins a run as this one has begun, in another folder."""
+    if origin is not None:
+        beside = commands.beside(run_dir)
+        given = loaded.overrides
+        return commands.resume(origin.path, given, run_dir=beside, ranks=ranks.option)
+    source = init_from.source if init_from else None
+    allowed = init_from.allow_missing if init_from else ()
+    return commands.train(
+        run_dir / RECIPE, init_from=source, allow_missing=allowed, ranks=ranks.option
+    )

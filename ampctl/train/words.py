@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from ampctl import preflight
+from ampctl import commands, preflight
 from ampctl.build import Job, micro_batch_size
 from ampctl.doctor.nonfinite import Diagnosis
-from ampctl.errors import as_argument, first_of
+from ampctl.errors import first_of
 from ampctl.modes import parts_in_eval_mode
 from ampctl.optim import describe_groups
 from ampctl.state import Progress, StepReport
-from ampctl.train.folder import RECIPE
 from ampctl.train.run import Run
 
 
@@ -117,8 +116,7 @@ def ending(job: Job, run_dir: Path, reason: str) -> list[str]:
 def stopped(run: Run, report: StepReport, diagnosis: Diagnosis, saved: Path | None) -> str:
     """Say why a run stopped itself over non-finite steps, and how to go on."""
     history = " -> ".join(f"{scale:g} (step {step})" for step, scale in run.scales)
-    anew = f"ampctl train {as_argument(run.run_dir / RECIPE)}{run.job.state.ranks.option}"
-    command = run.resume_command if saved else anew
+    command = run.resume_command if saved else run.anew
     change = f" {shlex.quote(diagnosis.override)}" if diagnosis.override else ""
     lines = [
         f"stopped at step {report.step}: {_row(report, run.progress)}",
@@ -137,10 +135,10 @@ def lost(run: Run, saved: Path | None) -> str:
     """Say why a run ends that trains on, but saves nothing that could be gone on from."""
     times = f", for {run.set_aside} checkpoints in a row" if run.set_aside > 1 else ""
     way_on = f"the newest one that can is {saved}" if saved else "none was saved before that can"
-    again = f"then `{run.resume_command}` goes on" if saved else "then train anew"
+    again = f"`{run.resume_command}` goes on" if saved else f"`{run.anew}` begins anew"
     return (
         f"at step {run.progress.step} the state is not finite{times}: {first_of(run.not_finite)}."
-        f" No run can go on from such a checkpoint; {way_on}. Find what makes them so; {again}"
+        f" No run can go on from such a checkpoint; {way_on}. Find what makes them so; then {again}"
     )
 
 
@@ -182,4 +180,4 @@ def _extend(job: Job, run_dir: Path) -> str:
         change = f"train.max_steps={2 * max(train.max_steps, progress.step)}"
     else:
         change = f"train.max_epochs={2 * max(train.max_epochs or 1, progress.epoch)}"
-    return f"to go on: ampctl resume {as_argument(run_dir)}{job.state.ranks.option} {change}"
+    return f"to go on: {commands.resume(run_dir, [change], ranks=job.state.ranks.option)}"

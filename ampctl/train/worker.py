@@ -46,7 +46,7 @@ from ampctl.train.log import RunLog, log_file
 from ampctl.train.loop import evaluation_was_cut_off, finished, fit
 from ampctl.train.place import Place, joined
 from ampctl.train.restore import Origin, read, restore, saved_recipe
-from ampctl.train.run import Run
+from ampctl.train.run import Run, begun_anew
 from ampctl.train.savable import refuse_unsavable
 from ampctl.train.save import finish, leave_complete, look, open_store
 from ampctl.train.size import no_larger_than
@@ -224,7 +224,8 @@ def _run(
         ranks.wait()  # its folders are there
         signals.training = True
         with log_file(run_dir, ranks.rank):
-            _fit(job, store, run_dir, origin, console, signals, place.attendance, facts)
+            anew = begun_anew(loaded, run_dir, origin, init_from, every)
+            _fit(job, store, run_dir, origin, console, signals, place.attendance, facts, anew)
 
 
 def _go_back(run_dir: Path, entry: Entry, damaged: Sequence[str], console: Console) -> None:
@@ -273,6 +274,7 @@ def _fit(
     signals: StopSignals,
     attendance: Attendance,
     facts: dict[str, Any],
+    anew: str,
 ) -> None:
     checkpoint, ranks = job.recipe.checkpoint, job.state.ranks
     log = RunLog(
@@ -287,7 +289,7 @@ def _fit(
     )
     copies = checkpoint.asynchronous and (ranks.is_first or ranks.shards)
     memory = HostMemory() if copies else None
-    run = Run(job, run_dir, store, log, Heed(signals, ranks), attendance, facts, memory)
+    run = Run(job, run_dir, store, log, Heed(signals, ranks), attendance, facts, anew, memory)
     if origin is not None:
         run.saved_step = job.state.progress.step
     try:
