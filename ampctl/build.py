@@ -309,6 +309,4 @@ def _total_steps(loaded: LoadedRecipe, steps_per_epoch: int | None) -> int | Non
         limits.append(train.max_steps)
     if train.max_epochs is not None and steps_per_epoch is not None:
         limits.append(train.max_epochs * steps_per_epoch)
-    if train.max_epochs is not None and steps_per_epoch is None:
-        return None
-    return min(limits)
+    return min(limits, default=None)  # the data may end sooner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
@@ -20,6 +21,23 @@ def group_values(optimizer: Optimizer) -> Values:
         {name: copied(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def stand_in(optimizer: Optimizer, values: Values) -> Optimizer:
+    """Return another optimizer of the same class and parameters, with groups of its own.
+
+    A schedule can be tried on it. It has no state, and its parameters are those of the first one.
+    """
+    kind = type(optimizer)
+    other: Optimizer = object.__new__(kind)
+    # A scheduler of torch has put a counter in place of `step`, which is of the first one.
+    own = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    groups = [
+        {**{name: copied(item) for name, item in value.items()}, "params": group["params"]}
+        for value, group in zip(values, optimizer.param_groups, strict=True)
+    ]
+    vars(other).update({**own, "state": defaultdict(dict), "param_groups": groups})
+    return other
 
 
 def give_back(optimizer: Optimizer, values: Values, names: Collection[str]) -> None:

@@ -35,6 +35,10 @@ class LearningRate(Protocol):
     def source(self) -> Any:
         """What the recipe names: a scheduler of torch or a function of updates; None for none."""
 
+    @property
+    def bare(self) -> Values:
+        """What the optimizer's groups held before the schedule was built."""
+
     def before_update(self) -> None:
         """Set each group's rate for the update that comes next."""
 
@@ -66,7 +70,7 @@ class FunctionSchedule:
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float] | None) -> None:
         self._optimizer = optimizer
-        self._bare = group_values(optimizer)
+        self.bare = group_values(optimizer)
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
         self._factor = factor
         self._updates = 0
@@ -108,7 +112,7 @@ class FunctionSchedule:
             self._base = saved
         if not (new_base or new_plan or state["kind"] != FUNCTION):
             return
-        give_back(self._optimizer, self._bare, _RATES.union(_written(state)))
+        give_back(self._optimizer, self.bare, _RATES.union(_written(state)))
         for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
             set_rate(group, base)
         self.before_update()  # what is told of the groups is of the rates that come
@@ -128,11 +132,11 @@ class TorchSchedule:
         self._scheduler = scheduler
         self._follows_metric = follows_metric(scheduler)
         self._fresh = group_values(optimizer)
-        self._bare = bare if bare is not None else self._fresh
+        self.bare = bare if bare is not None else self._fresh
         name = "lr" if bare is not None else "initial_lr"
-        self._base = [float(group[name if name in group else "lr"]) for group in self._bare]
+        self._base = [float(group[name if name in group else "lr"]) for group in self.bare]
         self._built: dict[str, Any] | None = None
-        self._writes = _RATES | differing(self._bare, self._fresh)
+        self._writes = _RATES | differing(self.bare, self._fresh)
         self._is_new = True
 
     @property
@@ -274,7 +278,7 @@ class TorchSchedule:
             seen.append(group_values(self._optimizer))
         for before, after in pairwise(seen):
             self._writes |= differing(before, after)
-        for group, old, bare in zip(self._optimizer.param_groups, now, self._bare, strict=True):
+        for group, old, bare in zip(self._optimizer.param_groups, now, self.bare, strict=True):
             for name in (old.keys() | group.keys()) - self._writes - {"params"}:
                 source = bare if name in written else old
                 group.pop(name, None)

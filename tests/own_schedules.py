@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
 class Countdown(LRScheduler):
@@ -72,11 +73,50 @@ class WorstOf(LRScheduler):
 class Ramp:
     """A factor with a place of its own, as `LambdaLR` may hold one."""
 
-    def __init__(self, by: float = 0.1) -> None:
+    def __init__(self, by: float = 0.1, until: int = 10**9) -> None:
         self.by = by
+        self.until = until
 
     def __call__(self, update: int) -> float:
-        return 1 / (1 + self.by * update)
+        return 1 / (1 + self.by * update) if update < self.until else 0.0
+
+
+class Listed(LRScheduler):
+    """Takes its factors from a list."""
+
+    def __init__(self, optimizer: Optimizer, rates: list[float]) -> None:
+        self.rates = rates
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        return [base * self.rates[self.last_epoch] for base in self.base_lrs]
+
+
+class Drawing(LRScheduler):
+    """Draws from the training's random numbers, as no schedule should."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.share = float(torch.rand(()))
+        self.steps = 0
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        self.steps += 1
+        return [base * self.share * float(torch.rand(())) for base in self.base_lrs]
+
+
+def warm_cosine(
+    optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int
+) -> LRScheduler:
+    """Return what `transformers.get_cosine_schedule_with_warmup` does."""
+
+    def factor(update: int) -> float:
+        if update < num_warmup_steps:
+            return update / num_warmup_steps
+        done = (update - num_warmup_steps) / (num_training_steps - num_warmup_steps)
+        return max(0.0, 0.5 * (1 + math.cos(math.pi * done)))
+
+    return LambdaLR(optimizer, factor)
 
 
 def squared(update: int) -> float:

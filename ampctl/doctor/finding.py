@@ -1,4 +1,4 @@
-"""What the precision preflight can find: the names that users rely on, and what it is held against.
+"""What is found before a run: the names that users rely on, and what it is held against.
 
 Who looks, and how, is for ``precision_preflight`` (what was built) and ``dry_run`` (a pass on fake
 tensors).
@@ -22,6 +22,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "dtype-not-in-hardware": "the device emulates the dtype: right, and slow",
         "no-parameters": "an optimizer has nothing to train",
         "no-gradient": "the loss does not depend on parameters that an optimizer has",
+        "schedule-too-short": "the learning rate is 0, or climbs again, before the run ends",
         "not-traced": "the pass on fake tensors ended early; the rest was not examined",
     }
 )
@@ -47,7 +48,7 @@ def vanishes(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about precision that is wrong, or may be; ``name`` is a key of :data:`MEANINGS`.
+    """One thing that is wrong, or may be; ``name`` is a key of :data:`MEANINGS`.
 
     An ``error`` would end or spoil the run; a ``warning`` is worth knowing.
     """

@@ -21,6 +21,7 @@ from ampctl.doctor.moved import what_is_moved
 from ampctl.doctor.nonfinite import examine
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.doctor.replay import Replay, tried, without_scale
+from ampctl.doctor.schedule_length import not_compared, schedule_findings
 from ampctl.errors import MachineError, NumericsError, RecipeError, UsageError, first_of
 from ampctl.modes import parts_in_eval_mode
 from ampctl.preflight import unknown_metric
@@ -61,7 +62,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
         if first is None:
             raise UsageError("data.train: the iterable data set gave no step")
         window, samples = first
-        findings = preflight(job, window, target)
+        findings = [*schedule_findings(job), *preflight(job, window, target)]
         report, made = _first_update(job, chain([first], windows))
         refuse_unsavable(job, begun=True)
         if job.eval_data is not None:
@@ -75,6 +76,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
         console.warn(str(finding))
     dtype, device_type = (target.dtype, target.device_type) if target else ("", "")
     kept = first_of(parts_in_eval_mode(state.bare))
+    unknown = not_compared(job)
     notes = words.without_effect(job, dtype=dtype, device_type=device_type)
     ignored = [note.removeprefix("no effect ") for note in notes]
     return {
@@ -82,6 +84,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
         **_device_and_dtype(loaded, state, target),
         "parameters": job.num_parameters,
         "steps": job.total_steps,
+        **({"schedule": f"not compared with the run: {unknown}"} if unknown else {}),
         **({"eval mode": f"{kept}, as the model is built"} if kept else {}),
         **({"no effect": "; ".join(ignored)} if ignored else {}),
         "optimizer": "; ".join(_optimizer_words(updater) for updater in state.updaters),

@@ -24,6 +24,7 @@ from ampctl.distributed.member import seconds_to_save
 from ampctl.distributed.ranks import Ranks, Writers, from_environment
 from ampctl.doctor.lone_sample import refuse_lone_sample
 from ampctl.doctor.precision_preflight import preflight
+from ampctl.doctor.schedule_length import schedule_findings
 from ampctl.errors import (
     AmpctlError,
     CheckpointError,
@@ -247,7 +248,7 @@ def _prepare(job: Job, run_dir: Path, origin: Origin | None, console: Console) -
     require_same_data(job)
     refuse_unsavable(job, begun=False)
     refuse_lone_sample(job)
-    for finding in preflight(job):
+    for finding in (*schedule_findings(job), *preflight(job)):
         if job.state.ranks.is_first:
             console.warn(str(finding))
     for note in words.without_effect(job, world_size=job.state.ranks.size):
