@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from ampctl.distributed.shard import is_sharded
+from ampctl.torch_private import passing_buffers
 
 Layout = Mapping[str, tuple[Tensor, tuple[int, ...]]]
 """Each tensor with the shape that it had, by name."""
@@ -40,5 +41,5 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in module._non_persistent_buffers_set:
+            if name not in passing_buffers(module):
                 yield f"{prefix}.{name}".lstrip("."), buffer

@@ -41,6 +41,10 @@ def build_model(
     if lazy:
         message = f"{lazy[0]} has no shape before the first batch"
         raise wrong(loaded, "model", message, "give the sizes: nn.Linear instead of nn.LazyLinear")
+    meta = [name for name, tensor in held if tensor.is_meta]
+    if meta:
+        message = f"{meta[0]} is on the meta device: it has no values"
+        raise wrong(loaded, "model", message, "build it on a device, the cpu for instance")
     if not spread_later:
         model = model.to(device)
     if recipe.train.channels_last:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ampctl.amp.precision import has_float64
 from ampctl.distributed.shard import local
 from ampctl.errors import UsageError, first_of
+from ampctl.torch_private import times_written
 
 _LOOKED_AT = 3
 """How many steps are."""
@@ -88,7 +89,7 @@ class Untouched:
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         every = (parameter.grad for parameter in self._parameters)
-        return [(each, -1 if each is None else each._version) for each in every]
+        return [(each, -1 if each is None else times_written(each)) for each in every]
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         wanted = set(map(id, parameters))

@@ -14,6 +14,7 @@ from states import DTYPES, spoil
 from test_resume_changes import RECIPE
 from torch.nn import functional as F
 
+from ampctl.errors import RecipeError
 from ampctl.recipe.load import load_recipe
 from ampctl.step import settle, train_step
 from ampctl.train import worker
@@ -151,3 +152,11 @@ def test_d3_a_kernel_that_the_recipe_asks_for_is_not_left() -> None:
     job = made("SGD, lr: 0.1, fused: true", f"model={{_target_: {SPARSE[0]}}}", *TOKENS)
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):
         steps(job)
+
+
+def test_d3_a_parameter_without_values_is_named() -> None:
+    with pytest.raises(RecipeError, match="weight is on the meta device: it has no values"):
+        made(
+            "AdamW",
+            "model={_target_: torch.nn.Linear, in_features: 8, out_features: 4, device: meta}",
+        )

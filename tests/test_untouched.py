@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,20 @@ def test_a3_weights_that_a_task_changes_are_named(how: str, turns: bool) -> None
         said = ampctl(*argv, code=2)
         assert "in step 1 the task or the model itself changes first.weight, which an op" in said
     assert not list(Path("a").glob("checkpoints/*.pt"))
+
+
+@pytest.mark.parametrize(
+    "model", ["torch.nn.Linear, in_features: 8, out_features: 4", "own_parts.Net"]
+)
+def test_a3_a_task_that_trains_the_model_itself_is_named(model: str) -> None:
+    """Whether torch can still go back through what it has changed or not."""
+    rest = ("task={_target_: model_parts.TrainsItself}", f"model={{_target_: {model}}}")
+    for argv in (("check", *rest), ("train", *rest, *RUN)):
+        said = ampctl(*argv, code=2)
+        assert re.search(
+            r"task: in step 1 the task or the model itself changes \S*weight, wh", said
+        )
+        assert "leave out a step or an update of your own" in said
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -108,7 +108,7 @@ def test_nothing_is_built(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("something was built")
 
     monkeypatch.setattr("ampctl.recipe.target.build", refuse)
-    monkeypatch.setattr("ampctl.build.build", refuse)
+    monkeypatch.setattr("ampctl.parts.build", refuse)
     monkeypatch.setenv("XDG_STATE_HOME", f"{Path('nobody').absolute()}")  # nothing is trusted
     facts_of("a")
 

@@ -13,6 +13,27 @@ from ampctl.doctor.replay import replay, unchanged
 from ampctl.errors import UsageError
 from ampctl.state import StepReport, TrainState
 
+_ADVICE = (
+    "Only the optimizer's step may train it: leave out a step or an update of your own, and freeze "
+    "what the model moves by itself, as an average or a teacher (requires_grad_(False))"
+)
+
+
+def moved_too_early(error: Exception, state: TrainState) -> UsageError | None:
+    """Return torch's error over weights that were changed before the backward pass in words.
+
+    None for any other error, and where nobody looked at the step.
+    """
+    moved = state.untouched.end()
+    if moved is None or "modified by an inplace operation" not in f"{error}":
+        return None
+    name = state.untouched.name(float(moved))  # sync: the step has failed
+    if name is None:
+        return None
+    return UsageError(
+        f"task: in step {state.progress.step + 1} {_who(name)}, before the backward pass. {_ADVICE}"
+    )
+
 
 def what_is_moved(state: TrainState, window: Sequence[Any], report: StepReport) -> str:
     """Return a warning if a step's passes have brought weights into bounds; "" if nothing moved.
@@ -23,7 +44,7 @@ def what_is_moved(state: TrainState, window: Sequence[Any], report: StepReport) 
     name = report.moved
     if name is None:
         return ""
-    who = f"the task or the model itself changes {name}, which an optimizer trains"
+    who = _who(name)
     if state.ranks.shards:  # no rank can run a pass alone
         return f"{who}. A skipped step does not take this back"
     progress = replace(state.progress, step=report.step - 1)
@@ -42,7 +63,9 @@ def what_is_moved(state: TrainState, window: Sequence[Any], report: StepReport) 
             "norm). A skipped step does not take this back"
         )
     raise UsageError(
-        f"task: in step {report.step} {who}, and again when it is run again. Only the optimizer's "
-        "step may train it: leave out a step or an update of your own, and freeze what the model "
-        "moves by itself, as an average or a teacher (requires_grad_(False))"
+        f"task: in step {report.step} {who}, and again when it is run again. {_ADVICE}"
     )
+
+
+def _who(name: str) -> str:
+    return f"the task or the model itself changes {name}, which an optimizer trains"

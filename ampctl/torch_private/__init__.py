@@ -70,6 +70,11 @@ def has_backward_hooks(value: Tensor) -> bool:
     return bool(value._backward_hooks)
 
 
+def times_written(value: Tensor) -> int:
+    """Return how often a tensor was written to in place, which torch counts for autograd."""
+    return int(value._version)
+
+
 def passing_buffers(module: nn.Module) -> set[str]:
     """Return the names of the buffers of one module that its ``state_dict`` leaves out."""
     return module._non_persistent_buffers_set

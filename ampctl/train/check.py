@@ -17,7 +17,7 @@ from ampctl.doctor import remedy
 from ampctl.doctor.finding import Target
 from ampctl.doctor.lone_sample import refuse_lone_sample
 from ampctl.doctor.misfit import in_words
-from ampctl.doctor.moved import what_is_moved
+from ampctl.doctor.moved import moved_too_early, what_is_moved
 from ampctl.doctor.nonfinite import examine
 from ampctl.doctor.precision_preflight import preflight
 from ampctl.doctor.replay import Replay, tried, without_scale
@@ -168,7 +168,9 @@ def _step(job: Job, window: list[Any]) -> StepReport:
         train_step(job.state, window, measure=True)
         report = settle(job.state)
     except Exception as error:
-        told = in_words(error, job.state.bare, window, doing="the first step")
+        told = moved_too_early(error, job.state) or in_words(
+            error, job.state.bare, window, doing="the first step"
+        )
         if told is None:
             raise
         raise told from error

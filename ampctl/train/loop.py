@@ -7,7 +7,7 @@ import time
 from ampctl.build import Job
 from ampctl.data.workers import WorkerError
 from ampctl.doctor.misfit import in_words
-from ampctl.doctor.moved import what_is_moved
+from ampctl.doctor.moved import moved_too_early, what_is_moved
 from ampctl.errors import NumericsError, RecipeError, UsageError
 from ampctl.monitor import Patience, is_better
 from ampctl.preflight import unknown_metric
@@ -75,8 +75,11 @@ def _epoch(run: Run) -> None:
             measure = log.is_due(progress.step + 1)
             report = train_step(state, window, samples=samples, measure=measure)
         except Exception as error:
-            told = unused_later(error, state) or in_words(
-                error, state.bare, window, doing=f"step {progress.step + 1}"
+            doing = f"step {progress.step + 1}"
+            told = (
+                moved_too_early(error, state)
+                or unused_later(error, state)
+                or in_words(error, state.bare, window, doing=doing)
             )
             if told is None:
                 raise
