@@ -414,7 +414,7 @@ def test_a_sharded_checkpoint_is_inspected_exported_and_evaluated_as_a_file_is(
 
 def test_dd7_a_bad_sample_on_one_rank_is_diagnosed_on_the_whole_model() -> None:
     bad = ("data.train.bad=[7]", "data.shuffle=false", "amp.nonfinite=stop")
-    with pytest.raises(Exception, match=r"(?s)batch holds .*its samples 3\).*on rank 1"):
+    with pytest.raises(Exception, match=r"(?s)batch holds .*its samples 7\).*on rank 1"):
         ranks(2, "a", FSDP, *bad)
     assert events("a", "stop")[-1]["exit_code"] == 3
 

@@ -6,12 +6,13 @@ the processes are ``workers``', iterable datasets are ``stream``'s.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ampctl import torch_private
@@ -28,8 +29,21 @@ from ampctl.distributed.ranks import ALONE, Ranks
 
 INDICES_SHOWN = 64
 
-Window = list[Any]
-"""The micro-batches of one optimizer step, on the host."""
+
+class Window(list[Any]):
+    """The micro-batches of one optimizer step, on the host.
+
+    ``samples`` has for each the indices of its samples in the data set, or their places in a
+    stream, in order. ``in_order``: the rows of a batch are these; a data set's own ``collate_fn``
+    may sort or drop some.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], samples: Sequence[Sequence[int] | Tensor], *, in_order: bool
+    ) -> None:
+        super().__init__(batches)
+        self.samples = samples
+        self.in_order = in_order
 
 
 @dataclass(frozen=True)
@@ -42,9 +56,12 @@ class Borrowed:
     batch: Any
 
 
-def unwrapped(window: Sequence[Any]) -> Window:
+def unwrapped(window: Sequence[Any]) -> list[Any]:
     """Return the micro-batches themselves, borrowed ones too."""
-    return [each.batch if isinstance(each, Borrowed) else each for each in window]
+    batches = [each.batch if isinstance(each, Borrowed) else each for each in window]
+    if isinstance(window, Window):
+        return Window(batches, window.samples, in_order=window.in_order)
+    return batches
 
 
 class TrainData(Protocol):
@@ -75,6 +92,7 @@ class MapData:
     ) -> None:
         self.dataset = dataset
         self.order = order
+        self._in_order = getattr(dataset, "collate_fn", None) is None
         self._reader = _Reader(
             Fetcher(dataset, order.seed), num_workers=num_workers, pin_memory=pin_memory
         )
@@ -86,17 +104,20 @@ class MapData:
 
     def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
         """Yield each step's micro-batches and its samples over all ranks."""
-        sizes: deque[int] = deque()
+        asked: deque[list[Request]] = deque()
 
         def requests() -> Iterator[list[Request]]:
             for window in self.order.windows(epoch, first_step):
-                sizes.append(len(window))
+                asked.append(window)
                 yield window
 
         batches = self._reader.read(chain.from_iterable(requests()))
         for step in range(first_step, self.order.steps_per_epoch):
             first = next(batches)
-            window = [first, *(next(batches) for _ in range(sizes.popleft() - 1))]
+            parts = asked.popleft()
+            more = (next(batches) for _ in parts[1:])
+            samples = [part.indices for part in parts]
+            window = Window((first, *more), samples, in_order=self._in_order)
             yield window, self.order.samples_of_step(step)
 
     def alone(self) -> Any:

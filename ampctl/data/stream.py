@@ -89,11 +89,14 @@ class StreamData:
             self._require_the_same(samples)
             if step < skipped or (self._drop_last and len(samples) < self._batch_size):
                 continue
-            window = []
+            begin = (step + first_step - skipped) * self._batch_size
+            batches, places = [], []
             for low, high, borrowed in deal(len(samples), size, ranks.rank, ranks.size):
                 batch = self._collate(samples[low:high])
-                window.append(Borrowed(batch) if borrowed else batch)
-            yield window, len(samples)
+                batches.append(Borrowed(batch) if borrowed else batch)
+                places.append(range(begin + low, begin + high))
+            in_order = self._collate is default_collate
+            yield Window(batches, places, in_order=in_order), len(samples)
 
     def _require_the_same(self, samples: list[Any]) -> None:
         """Raise UsageError if other ranks read other samples, in the first step that is read."""

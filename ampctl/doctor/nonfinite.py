@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctl.data.loader import Window
 from ampctl.doctor import reasons, remedy
 from ampctl.doctor.replay import (
     Replay,
@@ -258,7 +259,7 @@ def _bad_weights(state: TrainState) -> Diagnosis | None:
 
 
 def _bad_inputs(window: Sequence[Any]) -> Diagnosis | None:
-    inputs = [place for batch in window for place in _nonfinite_inputs(batch)]
+    inputs = [*_nonfinite_inputs(window)]
     if not inputs:
         return None
     return Diagnosis(
@@ -307,13 +308,28 @@ def _is_float(value: Tensor) -> bool:
     return value.is_floating_point() and value.layout is torch.strided
 
 
-def _nonfinite_inputs(batch: Any) -> Iterator[str]:
-    for place, value in _named_tensors(batch):
-        if not _is_float(value) or bool(torch.isfinite(value).all()):
-            continue
-        rows = ~torch.isfinite(value).reshape(value.shape[0] if value.ndim else 1, -1).all(1)
-        listed = first_of([str(i) for i in rows.nonzero().flatten().tolist()])
-        yield f"{place} (its samples {listed})"
+def _nonfinite_inputs(window: Sequence[Any]) -> Iterator[str]:
+    for number, batch in enumerate(window):
+        for place, value in _named_tensors(batch):
+            if not _is_float(value) or bool(torch.isfinite(value).all()):
+                continue
+            rows = ~torch.isfinite(value).reshape(value.shape[0] if value.ndim else 1, -1).all(1)
+            yield f"{place} ({_samples(window, number, rows)})"
+
+
+def _samples(window: Sequence[Any], number: int, rows: Tensor) -> str:
+    """Return which samples the bad rows of a micro-batch are, as the data set counts them."""
+    bad = rows.nonzero().flatten().tolist()
+    if not isinstance(window, Window):
+        return f"its samples {_listed(bad)}"
+    indices = torch.as_tensor(window.samples[number]).tolist()
+    if window.in_order and len(rows) == len(indices):
+        return f"counted from 0 in data.train, its samples {_listed([indices[i] for i in bad])}"
+    return f"counted from 0 in data.train, among its samples {_listed(indices)}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return first_of([str(number) for number in numbers])
 
 
 def _named_tensors(batch: Any, place: str = "batch") -> Iterator[tuple[str, Tensor]]:
