@@ -34,7 +34,7 @@ from ampctl.preflight import refuse_odd_numbers, refuse_unknown_targets, refuse_
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import Recipe
 from ampctl.state import TrainState
-from ampctl.tasks import Task, asks_for, has_own, why_not_called
+from ampctl.task import Task, asks_for, has_own, why_not_called
 from ampctl.updater import Updater, build_updaters
 
 _RANK_STREAM = 4

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal["min", "max"]
+
+LOSS = "eval/loss"
 
 
 def is_better(value: float, best: float | None, mode: Mode) -> bool:
@@ -16,6 +19,16 @@ def is_better(value: float, best: float | None, mode: Mode) -> bool:
     if best is None or not math.isfinite(best):
         return True
     return value < best if mode == "min" else value > best
+
+
+def monitored(metrics: Mapping[str, float], name: str) -> float:
+    """Return what an evaluation is judged by: its metric ``name``, but NaN where its loss is bad.
+
+    A metric of outputs that are NaN can be any number (an accuracy is 0.0), and so the best one.
+    What is not finite itself is NaN too, whichever way is up.
+    """
+    value = metrics.get(name, math.nan)
+    return value if math.isfinite(value) and math.isfinite(metrics.get(LOSS, 0.0)) else math.nan
 
 
 @dataclass

@@ -12,7 +12,7 @@ from ampctl.distributed.ranks import Ranks
 from ampctl.distributed.shard import await_unused, shard_
 from ampctl.errors import RecipeError, first_of
 from ampctl.recipe.load import LoadedRecipe
-from ampctl.tasks import Task, has_own
+from ampctl.task import Task, has_own
 
 
 def shard(

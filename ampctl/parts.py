@@ -15,7 +15,7 @@ from ampctl.recipe.fault import failure
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET
 from ampctl.recipe.target import build
-from ampctl.tasks import Task, as_task
+from ampctl.task import Task, as_task
 
 
 def build_part(loaded: LoadedRecipe, key: str, block: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from ampctl.load_state import MisfitError, load_model, load_optimizer, require_f
 from ampctl.pending import Pending
 from ampctl.recipe.schema import AmpConfig
 from ampctl.saved import require_counts, require_scale
-from ampctl.tasks import Task, asks_for, has_own
+from ampctl.task import Task, asks_for, has_own, may_give_none
 from ampctl.untouched import Untouched
 from ampctl.updater import Rewind, Updater, one_or_by_name
 
@@ -58,7 +58,8 @@ class Progress:
 class StepReport:
     """What became of one step, once the host knows.
 
-    ``loss`` is the mean over the step's items, ``lr`` the largest group's rate; ``scale_before``
+    ``loss`` is the mean over the step's items, None where there was none of them on any rank: such
+    a step makes no update, and is no skip. ``lr`` is the largest group's rate; ``scale_before``
     was used by the step, ``scale_after`` is used by the next; ``scale_differs``, where measured:
     whether ``scale_before`` was another one on another rank. Where measured, else None:
     ``grad_norm``, the 2-norm of the unscaled gradient before clipping; ``underflow``, the share of
@@ -73,7 +74,7 @@ class StepReport:
     """
 
     step: int
-    loss: float
+    loss: float | None
     lr: float
     grad_norm: float | None
     underflow: float | None
@@ -127,6 +128,7 @@ class TrainState:
     shares_buffers: bool = field(init=False)
     counts_samples: bool = field(init=False)
     untouched: Untouched = field(init=False)
+    may_give_none: bool = field(init=False)
     _asked: Mapping[str, frozenset[str]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +139,7 @@ class TrainState:
         self.rewinds = {each.name: Rewind(each) for each in self.updaters} if together else {}
         self.takes_turns = has_own(self.task, "losses")
         self.counts_samples = not has_own(self.task, "num_items")
+        self.may_give_none = may_give_none(self.task)
         # A hook would make a compiled model be compiled anew.
         self.watches_activations = self.scaler.enabled and not self.compiled
         self.shares_buffers = self.ranks.shards or (self.ranks.size > 1 and self.takes_turns)

@@ -19,7 +19,8 @@ from ampctl.amp import gradients
 from ampctl.amp.activations import Peaks
 from ampctl.distributed.failure import comes_of_others
 from ampctl.errors import UsageError
-from ampctl.losses import backward_passes, forward_backward, no_gradient
+from ampctl.losses import backward_passes, forward_backward
+from ampctl.passes import no_gradient
 from ampctl.pending import Pending
 from ampctl.recipe.schema import block_key
 from ampctl.state import StepReport, TrainState
@@ -77,6 +78,15 @@ def train_step(
             if not state.rewinds:
                 _leave_no_trace(state, updaters, found)
 
+    state.progress.step += 1
+    moved = state.untouched.end()
+    if not found:  # no item, hence no gradient: it is as if the window had not been
+        before = settle(state)
+        state.buffers.restore(torch.ones_like(state.scaler.current_scale))
+        figures = {"scale": state.scaler.current_scale}
+        figures |= {"moved": moved} if moved is not None else {}
+        state.pending = Pending(state.progress.step, {}, figures, ())
+        return before
     overflow = _any(found)
     if state.rewinds:
         found = dict.fromkeys(found, overflow)
@@ -86,11 +96,9 @@ def train_step(
     elif state.takes_turns:
         state.buffers.restore(overflow)  # from what the task ran after its last turn
     state.scaler.update(overflow)
-
-    state.progress.step += 1
     figures |= {key("found_inf", name): found_inf for name, found_inf in found.items()}
     figures |= {"scale": state.scaler.current_scale, **peaks.figures()}
-    if (moved := state.untouched.end()) is not None:
+    if moved is not None:
         figures["moved"] = moved
     state.pending = Pending(state.progress.step, rates, figures, peaks.modules)
     return before
@@ -105,15 +113,17 @@ def settle(state: TrainState) -> StepReport | None:
     if pending is None:
         return None
     figures, progress = pending.read(), state.progress
+    has_items = bool(pending.rates)
     of_each = {
         name: _own_figures(figures, name, rate) for name, rate in pending.rates.items() if name
     }
     if of_each:
         figures |= _together(of_each, figures)
-    skipped = bool(figures["found_inf"])
+    skipped = bool(figures.get("found_inf"))  # a step without items has none
     progress.skipped += skipped
-    progress.updates += not skipped
-    progress.consecutive_skips = progress.consecutive_skips + 1 if skipped else 0
+    progress.updates += has_items and not skipped
+    if has_items:
+        progress.consecutive_skips = progress.consecutive_skips + 1 if skipped else 0
     for updater in state.updaters:
         name = updater.name
         if name not in pending.rates:
@@ -131,8 +141,8 @@ def settle(state: TrainState) -> StepReport | None:
     scale_before, state.scale_on_host = state.scale_on_host, figures["scale"]
     return StepReport(
         step=pending.step,
-        loss=figures["loss"],
-        lr=next(iter(pending.rates.values())),
+        loss=figures.get("loss"),
+        lr=next(iter(pending.rates.values()), state.updaters[0].lr),
         grad_norm=figures.get("grad_norm"),
         underflow=figures.get("underflow"),
         largest=figures.get("largest"),

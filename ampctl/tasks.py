@@ -1,4 +1,4 @@
-"""How a batch becomes a loss and, in evaluation, metrics. Averaging over batches is left to others.
+"""The tasks that come with ampctl: how a batch becomes a loss and, in evaluation, metrics.
 
 Losses and metrics are computed in float32, whatever the model puts out: a half precision reduction
 overflows at 65504, and in float16 it makes the loss scale itself the seed of the gradient.
@@ -7,8 +7,7 @@ overflows at 65504, and in float16 it makes the loss scale itself the seed of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from inspect import Signature
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,95 +15,103 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctl.errors import UsageError
-from ampctl.recipe.arguments import parameters_of
+from ampctl.task import Task, as_task, why_not_called
+
+__all__ = [
+    "Classification",
+    "LanguageModel",
+    "Regression",
+    "Task",
+    "Transformers",
+    "as_task",
+    "why_not_called",
+]
 
 IGNORE_INDEX = -100
-EXTRAS = frozenset(("grad", "step"))
-_METHODS = ("loss", "losses", "metrics", "num_items", "summary")
-
-
-class Task:
-    """What is to be learned: one object that reads a batch; it holds no state of the training.
-
-    It has a method ``loss``, or for several optimizers that step in turn a method ``losses``; both
-    may have further arguments, which they get by name:
-
-    * ``grad(outputs, inputs)`` returns the gradient of ``outputs.sum()`` by a tensor or several, in
-      float32, unscaled and differentiable: for gradient penalties. See ``LossScaler.grad``.
-    * ``step`` is the number of the step, from 0. What a task does every few steps follows from it,
-      so that a resumed run does the same.
-    """
-
-    @property
-    def name(self) -> str:
-        """What the task is called in messages."""
-        return type(self).__name__
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Any]:
-        """Return the mean loss of the batch's items, a scalar; and what ``metrics`` needs.
-
-        With several optimizers all of them step by it; it is what an evaluation reports.
-        """
-        raise UsageError(
-            f"task: {self.name} has no method loss(model, batch), which an evaluation needs"
-        )
-
-    def losses(self, model: nn.Module, batch: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of an optimizer and its mean loss, a scalar; then the next, and so on.
-
-        When the generator goes on, that optimizer has made its step. The gradient of a loss goes
-        to the parameters of its own optimizer alone. An optimizer has one turn a step, or none.
-        """
-        raise NotImplementedError
-
-    def metrics(self, output: Any, batch: Any) -> dict[str, Tensor | float]:
-        """Return means over the batch's items, by name; asked for in evaluation only.
-
-        ``output`` is the second value that ``loss`` returned, or None.
-        """
-        return {}
-
-    def num_items(self, batch: Any) -> int | Tensor:
-        """Count what the loss is a mean over.
-
-        Here: samples, the first dimension of the first tensor in the batch. Raises UsageError if
-        the batch holds no tensor with a dimension.
-        """
-        count = _first_dimension(batch)
-        if count is None:
-            raise UsageError(
-                f"a batch of type {type(batch).__name__} holds no tensor whose first dimension "
-                "counts the samples; give the task a method num_items(batch)"
-            )
-        return count
-
-    def summary(self, means: dict[str, float]) -> dict[str, float]:
-        """Turn the means over a whole split, ``loss`` among them, into what is reported."""
-        return means
 
 
 class Classification(Task):
     """Cross entropy and accuracy; a batch is (inputs, labels).
 
-    The model returns logits [batch, classes, ...], or an object with them in ``.logits``; labels
-    are int64 [batch, ...].
+    The model returns logits [batch, classes, ...], or an object with them in ``.logits``. Labels
+    are int64 [batch, ...], or the probability of each class, floats of the logits' shape (mixup).
+
+    The arguments are those of ``torch.nn.functional.cross_entropy``. The items are the labels other
+    than ``ignore_index``, each as many as the ``weight`` of its class, by which accuracy is weighed
+    too; of probabilities every one is an item, whose largest entry is the label.
     """
 
-    def __init__(self, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        label_smoothing: float = 0.0,
+        weight: Sequence[float] | Tensor | None = None,
+        ignore_index: int = IGNORE_INDEX,
+    ) -> None:
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be from 0 to 1")
         self.label_smoothing = label_smoothing
+        self.ignore_index = ignore_index
+        self.weight = None if weight is None else _class_weights(weight)
+        self._weight_there = self.weight  # the same, where the logits are
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the cross entropy and the logits."""
+        """Return the cross entropy and the logits; labels that are all ignored have loss 0."""
         inputs, labels = _pair(batch, "inputs", "labels")
         logits = _tensor(model(inputs)).float()
-        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing), logits
+        weight = self._weight_at(logits)
+        smoothing = self.label_smoothing
+        if labels.is_floating_point():
+            if not labels.numel():
+                return logits.sum(), logits
+            loss = F.cross_entropy(logits, labels.float(), weight, label_smoothing=smoothing)
+            return loss, logits
+        counted = self._counts(labels)
+        if weight is not None:  # of classes that weigh nothing torch's mean may be 0 / 0, too
+            labels = labels.where(counted != 0, self.ignore_index)
+        loss = F.cross_entropy(
+            logits, labels, weight, ignore_index=self.ignore_index, label_smoothing=smoothing
+        )
+        # The mean of nothing is 0 / 0, and its gradient 0 already: only the value need be mended.
+        loss.detach().masked_fill_(counted.any().logical_not(), 0.0)
+        return loss, logits
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Tensor | float]:
         """Return ``accuracy``."""
         _, labels = _pair(batch, "inputs", "labels")
-        return {"accuracy": (output.argmax(dim=1) == labels).float().mean()}
+        guesses = output.argmax(dim=1)
+        if labels.is_floating_point():
+            return {"accuracy": _mean((guesses == labels.argmax(dim=1)).float())}
+        counted = self._counts(labels)
+        items = counted.sum()
+        right = (counted * (guesses == labels)).sum()
+        return {"accuracy": right / items.where(items != 0, 1)}
+
+    def num_items(self, batch: Any) -> float | Tensor:
+        """Count the labels that enter the loss, each as many as the weight of its class.
+
+        Samples, in the batches of a task that inherits from this one and reads others.
+        """
+        labels = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        if not isinstance(labels, Tensor):
+            return super().num_items(batch)
+        if labels.is_floating_point():
+            return labels.numel() / max(1, labels.shape[1] if labels.ndim > 1 else 1)
+        items: Tensor = self._counts(labels).sum()
+        return items
+
+    def _counts(self, labels: Tensor) -> Tensor:
+        """Return for each label how much it counts: nothing if it is ignored."""
+        counted = labels != self.ignore_index
+        weight = self._weight_at(labels)
+        return counted if weight is None else weight[labels.where(counted, 0)] * counted
+
+    def _weight_at(self, tensor: Tensor) -> Tensor | None:
+        """Return the weights of the classes where a tensor is; they are kept there."""
+        if self.weight is None or tensor.device == self.weight.device:
+            return self.weight
+        if self._weight_there is None or self._weight_there.device != tensor.device:
+            self._weight_there = self.weight.to(tensor.device)
+        return self._weight_there
 
 
 class Regression(Task):
@@ -125,12 +132,14 @@ class Regression(Task):
                 f"the model's predictions have shape {list(predictions.shape)} and the targets "
                 f"{list(targets.shape)}; they must be the same"
             )
+        if not targets.numel():
+            return predictions.sum(), predictions  # the mean of nothing is 0 / 0
         return F.mse_loss(predictions, targets.float()), predictions
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Tensor | float]:
         """Return ``mae``."""
         _, targets = _pair(batch, "inputs", "targets")
-        return {"mae": (output - targets.float()).abs().mean()}
+        return {"mae": _mean((output - targets.float()).abs())}
 
 
 class LanguageModel(Task):
@@ -170,16 +179,18 @@ class LanguageModel(Task):
 class Transformers(Task):
     """The loss that a model of ``transformers`` computes itself; a batch is its keyword arguments.
 
-    The items are the labels other than -100 where labels are [batch, time], samples otherwise.
-    ``shift`` says that the model moves the labels on by one token, as causal language models do;
-    set it to false for masked and sequence-to-sequence models and for token classification.
+    The items are the labels other than ``ignore_index`` where labels are whole numbers, samples
+    otherwise. ``shift`` says that the model moves labels [batch, time] on by one token, as causal
+    language models do; set it to false for masked and sequence-to-sequence models and for token
+    classification.
     """
 
-    def __init__(self, shift: bool = True) -> None:
+    def __init__(self, shift: bool = True, ignore_index: int = IGNORE_INDEX) -> None:
         self.shift = shift
+        self.ignore_index = ignore_index
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return ``model(**batch).loss`` in float32."""
+        """Return ``model(**batch).loss`` in float32; labels that are all ignored have loss 0."""
         loss = getattr(model(**_mapping(batch)), "loss", None)
         if not isinstance(loss, Tensor):
             raise UsageError(
@@ -187,92 +198,31 @@ class Transformers(Task):
                 f"{', '.join(map(str, batch))}; a model of transformers returns one when the "
                 'batch has "labels"'
             )
-        return loss.float()
+        items = self.num_items(batch)
+        return loss.float().where(items != 0, 0.0) if isinstance(items, Tensor) else loss.float()
 
-    def num_items(self, batch: Any) -> int | Tensor:
-        """Count the labels that enter the loss, or the samples where there is one label each."""
+    def num_items(self, batch: Any) -> float | Tensor:
+        """Count the labels that enter the loss, or the samples where labels are no numbers."""
         labels = _mapping(batch).get("labels")
-        if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point():
+        if not isinstance(labels, Tensor) or not labels.ndim or labels.is_floating_point():
             return super().num_items(batch)
-        return (labels[:, int(self.shift) :] != IGNORE_INDEX).sum()
+        if labels.ndim == 2:
+            labels = labels[:, int(self.shift) :]
+        return (labels != self.ignore_index).sum()
 
 
-def as_task(candidate: Any) -> Task:
-    """Return ``candidate``, as a Task if it does not inherit from it: what it lacks is Task's own.
-
-    Raises UsageError if it has neither ``loss`` nor ``losses``, or a name of Task that is not a
-    method.
-    """
-    name = type(candidate).__name__
-    for method in _METHODS:
-        if hasattr(candidate, method) and not callable(getattr(candidate, method)):
-            raise UsageError(f"{name}.{method} is not a method, as a task's must be; rename it")
-    task = candidate if isinstance(candidate, Task) else _Adapted(candidate)
-    if not has_own(task, "loss") and not has_own(task, "losses"):
-        raise UsageError(
-            f"the task is a {name}, which has no method loss(model, batch); write one that returns "
-            "the mean loss of the batch, or use a task of ampctl.tasks"
-        )
-    return task
+def _class_weights(weight: Sequence[float] | Tensor) -> Tensor:
+    """Return weights of classes in float32; raises ValueError for what no mean can divide by."""
+    weights = torch.as_tensor(weight, dtype=torch.float32)
+    if weights.ndim != 1 or not bool((weights.isfinite() & (weights >= 0)).all()):
+        raise ValueError(f"weight is {weight!r:.60}; it must be a list of numbers, 0 or more")
+    if not weights.any():
+        raise ValueError("weight is 0 for every class, so that no label would count")
+    return weights
 
 
-def as_written(task: Task) -> Any:
-    """Return the object that somebody wrote, if need be without what :func:`as_task` put round."""
-    return task.inner if isinstance(task, _Adapted) else task
-
-
-def has_own(task: Task, method: str) -> bool:
-    """Tell whether a task brings a method itself, rather than having it from Task."""
-    found = getattr(task, method)
-    return getattr(found, "__func__", found) is not getattr(Task, method)
-
-
-def asks_for(method: Callable[..., Any]) -> frozenset[str]:
-    """Return which of ``grad`` and ``step`` a task's method wants, by the names of its arguments.
-
-    The first two arguments are the model and the batch, whatever they are called.
-    """
-    return frozenset(list(parameters_of(method))[2:]) & EXTRAS
-
-
-def why_not_called(method: Callable[..., Any]) -> str:
-    """Say why a task's method cannot be called with a model and a batch; "" if it can."""
-    parameters = parameters_of(method)
-    if not parameters:  # it does not tell them
-        return ""
-    try:
-        Signature(list(parameters.values())).bind(None, None, **dict.fromkeys(asks_for(method)))
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
-class _Adapted(Task):
-    """A task that somebody wrote without inheriting from Task: its own methods, and Task's."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        for method in _METHODS:
-            if hasattr(inner, method):
-                setattr(self, method, getattr(inner, method))
-
-    @property
-    def name(self) -> str:
-        return type(self.inner).__name__
-
-
-def _first_dimension(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor found, depth first; scalars have none."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    if not isinstance(batch, Mapping | tuple | list):
-        return None
-    for part in parts:
-        count = _first_dimension(part)
-        if count is not None:
-            return count
-    return None
+def _mean(values: Tensor) -> Tensor:
+    return values.mean() if values.numel() else values.sum()
 
 
 def _pair(batch: Any, first: str, second: str) -> tuple[Any, Tensor]:

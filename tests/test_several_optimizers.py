@@ -457,7 +457,6 @@ def good(name: str) -> Callable[[Any, Any], Any]:
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (Given(), "yielded no loss"),
         (Given(good("discriminator")), "'discriminator'; the optimizers of this recipe are critic"),
         (Given(good("critic"), good("critic")), "a second turn in one step.*step % 5"),
         (Given(good("critic"), lambda m, b: None, good("generator")), "must yield.*NoneType"),

@@ -299,3 +299,30 @@ def test_an_object_without_loss_is_no_task():
 )
 def test_a_method_that_cannot_be_called_as_a_task_s_is_told(loss, why):
     assert why_not_called(loss) == why
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weight", [None, [0.5, 1.0, 2.0]])
+def test_d10_soft_labels_are_taken_as_torch_takes_them(shape, dtype, smoothing, weight):
+    logits, labels = torch.randn(4, 3, *shape), torch.rand(4, 3, *shape).softmax(1).to(dtype)
+    task = Classification(label_smoothing=smoothing, weight=weight)
+    loss, output = task.loss(Echo(), (logits, labels))
+    weights = torch.tensor(weight) if weight else None
+    theirs = F.cross_entropy(logits, labels.float(), weights, label_smoothing=smoothing)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, theirs)
+    right = (logits.argmax(1) == labels.argmax(1)).float().mean()
+    assert torch.equal(task.metrics(output, (logits, labels))["accuracy"], right)
+    assert task.num_items((logits, labels)) == 4 * math.prod(shape)
+
+
+def test_d10_labels_may_be_soft_in_training_and_whole_numbers_in_evaluation():
+    task = Classification(ignore_index=0)
+    logits = torch.randn(4, 3)
+    soft = F.one_hot(torch.tensor([0, 1, 2, 0]), 3).float()
+    loss, _ = task.loss(Echo(), (logits, soft))
+    assert loss.isfinite()
+    assert task.num_items((logits, soft)) == 4
+    assert task.num_items((logits, torch.tensor([0, 1, 2, 0]))) == 2

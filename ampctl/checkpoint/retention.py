@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ampctl.checkpoint.index import Entry
-from ampctl.monitor import Mode, is_better
+from ampctl.monitor import Mode, is_better, monitored
 
 
 def ranked(entries: Sequence[Entry], monitor: str, mode: Mode) -> list[Entry]:
-    """Return the finite entries that have a finite ``monitor``, best first, then earliest."""
+    """Return the finite entries with an evaluation that counts, best first, then earliest."""
     having = [
-        e for e in entries if e.finite and is_better(e.metrics.get(monitor, math.nan), None, mode)
+        e for e in entries if e.finite and is_better(monitored(e.metrics, monitor), None, mode)
     ]
     return sorted(having, key=lambda e: e.metrics[monitor], reverse=mode == "max")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -132,6 +132,28 @@ class Ranks:
         summed = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(summed)  # all ranks: steps whose items are counted by the task
         return float(summed)
+
+    def total_later(self, value: float) -> Callable[[], float]:
+        """Begin the sum of a number of the host over all ranks; return what waits for it."""
+        if self.size == 1:
+            return lambda: value
+        summed = torch.tensor(value, dtype=torch.float64)
+        work: Any = dist.all_reduce(summed, async_op=True)  # all ranks: steps that may give no loss
+
+        def wait() -> float:
+            work.wait()
+            return float(summed)
+
+        return wait
+
+    def every(self, *values: float) -> list[list[float]]:
+        """Return some numbers of the host of each rank, on every rank."""
+        own = torch.tensor(values, dtype=torch.float64)
+        if self.size == 1:
+            return [own.tolist()]
+        each = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(each, own)  # all ranks: each turn of an optimizer
+        return [one.tolist() for one in each]
 
     def largest(self, *values: float) -> list[float]:
         """Return the largest of each of some numbers of the host over all ranks."""

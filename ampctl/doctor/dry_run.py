@@ -33,7 +33,7 @@ from ampctl.errors import AmpctlError, first_of
 from ampctl.losses import backward_passes
 from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
-from ampctl.tasks import Task
+from ampctl.task import Task
 from ampctl.updater import Updater
 
 _REFUSAL = "unsafe to autocast"
@@ -192,6 +192,7 @@ def _prepare(
         precision=_Autocast(target.device_type, target.dtype, "the target's"),
         device=torch.device(target.device_type),
     )
+    fake_state.counts_samples = True  # what has no values cannot be counted by them
     originals = {id(fake): original for original, fake in fakes.items()}
     return _DryRun(fake_state, batch, mode, losses, originals)
 

@@ -17,7 +17,7 @@ from ampctl.distributed.failure import comes_of_others
 from ampctl.doctor import torch_errors
 from ampctl.errors import AmpctlError, MachineError, UsageError
 from ampctl.recipe.fault import is_users_own_file
-from ampctl.tasks import Task
+from ampctl.task import Task
 
 # Parts that a recipe names; an error raised anywhere else in ampctl is a fault of ampctl.
 _NAMED = (nn.Module, torch.optim.Optimizer, LRScheduler, Task)

@@ -25,7 +25,7 @@ from ampctl.ema import WeightAverage
 from ampctl.errors import UsageError, first_of
 from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
-from ampctl.tasks import Task
+from ampctl.task import Task
 from ampctl.updater import Updater
 
 

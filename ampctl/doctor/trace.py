@@ -23,7 +23,7 @@ _PACKAGE = Path(__file__).parents[1]
 _TORCH = str(Path(torch.__file__).parent)
 _DOCTOR = str(Path(__file__).parent)
 # Whoever calls a step has no part in what its operations do.
-_STEP = tuple(str(_PACKAGE / name) for name in ("step.py", "losses.py"))
+_STEP = tuple(str(_PACKAGE / name) for name in ("step.py", "losses.py", "turns.py", "passes.py"))
 # What called the model is no part of it.
 _TASKS = str(_PACKAGE / "tasks.py")
 # Of ampctl's own lines, those of the parts that a recipe names tell a user something.

@@ -32,10 +32,13 @@ from ampctl.step import settle, train_step
 from ampctl.track.console import Console
 from ampctl.train import words
 from ampctl.train.across_ranks import nonfinite_names
-from ampctl.train.evaluate import evaluate
+from ampctl.train.evaluate import NoItemsError, evaluate
 from ampctl.train.init_from import build
 from ampctl.train.savable import refuse_unsavable
 from ampctl.updater import Updater
+
+MOST_WITHOUT_ITEMS = 10
+"""So many steps or batches in a row may be empty before a recipe is refused for it."""
 
 Facts = dict[str, Any]
 
@@ -88,7 +91,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
         **({"eval mode": f"{kept}, as the model is built"} if kept else {}),
         **({"no effect": "; ".join(ignored)} if ignored else {}),
         "optimizer": "; ".join(_optimizer_words(updater) for updater in state.updaters),
-        "first step": f"{samples} samples, loss {report.loss:.4g}, {_gradient_words(report)}",
+        "first step": _first_words(report, samples),
         **({"first made": _made_words(made)} if made is not report else {}),
         "findings": [asdict(finding) for finding in findings],
         "verdict": "ready to train",
@@ -138,16 +141,27 @@ def _first_update(
 ) -> tuple[StepReport, StepReport]:
     """Take steps as training would until one is made; return the first report and that one's.
 
-    Raises NumericsError if none is in as many as training would try, or if it spoils the state.
+    Steps without items are passed over. Raises NumericsError if none is made in as many as training
+    would try, or if it spoils the state, and UsageError if a number of them have no items.
     """
     amp, state = job.recipe.amp, job.state
     tries = 1 if amp.nonfinite == "stop" else min(amp.max_skips, _MOST_TRIED)
     reports: list[StepReport] = []
     window: list[Any] = []
-    for window, _ in islice(windows, tries):
-        reports.append(_step(job, window))
-        if not reports[-1].skipped:
+    for window, _ in windows:
+        report = _step(job, window)
+        if report.loss is not None:
+            reports.append(report)
+            if not report.skipped or len(reports) == tries:
+                break
+        elif report.step - len(reports) == MOST_WITHOUT_ITEMS:
             break
+    if not reports:
+        raise UsageError(
+            f"the first {state.progress.step} steps have no items, so that nothing would be "
+            "learned: every label is ignored, or the task gave no loss for any batch. Compare the "
+            "task (ignore_index, num_items) with the labels of data.train"
+        )
     first, last = reports[0], reports[-1]
     if last.skipped:
         scales = f", at scales from {first.scale_before:g} to {last.scale_before:g}"
@@ -177,7 +191,8 @@ def _step(job: Job, window: list[Any]) -> StepReport:
     assert report is not None, "a step was just taken"
     if warning := what_is_moved(job.state, window, report) if report.step == 1 else "":
         Console(quiet=True).warn(warning)
-    if not math.isfinite(report.loss) and not _scale_alone_is_at_fault(job.state, window):
+    loss = 0.0 if report.loss is None else report.loss
+    if not math.isfinite(loss) and not _scale_alone_is_at_fault(job.state, window):
         which = "the first step" if report.step == 1 else f"step {report.step}"
         diagnosis = _diagnosis(job, window, report)
         raise NumericsError(f"the loss of {which} is {report.loss}{diagnosis}")
@@ -196,8 +211,14 @@ def _scale_alone_is_at_fault(state: TrainState, window: list[Any]) -> bool:
 
 
 def _first_evaluation(job: Job, data: EvalData) -> dict[str, float]:
+    nothing: NoItemsError | None = None
     try:
-        return evaluate(job.state, islice(data, 1)) or {}
+        for batch in islice(data, MOST_WITHOUT_ITEMS):
+            try:
+                return evaluate(job.state, [batch]) or {}
+            except NoItemsError as error:
+                nothing = error
+        raise nothing or UsageError("data.eval: the data set is empty")
     except Exception as error:
         told = in_words(error, job.state.bare, (), doing="the evaluation")
         if told is None:
@@ -231,6 +252,12 @@ def _gradient_words(report: StepReport) -> str:
     scales = f"{report.scale_before:g} -> {report.scale_after:g}"
     falls = report.scale_after < report.scale_before
     return f"skipped: non-finite gradient{f', scale {scales}' if falls else ''}"
+
+
+def _first_words(report: StepReport, samples: int) -> str:
+    """Say how the first step went that had items."""
+    empty = f"; before it {report.step - 1} without items" if report.step > 1 else ""
+    return f"{samples} samples, loss {report.loss:.4g}, {_gradient_words(report)}{empty}"
 
 
 def _made_words(report: StepReport) -> str:

@@ -16,6 +16,11 @@ from ampctl.data.move import to_device
 from ampctl.errors import UsageError
 from ampctl.modes import in_eval_mode
 from ampctl.state import TrainState
+from ampctl.task import count_items
+
+
+class NoItemsError(UsageError):
+    """There was nothing to average over."""
 
 
 def evaluate(
@@ -28,7 +33,8 @@ def evaluate(
     mode that each of its modules was in, and its buffers to what they were.
 
     Several ranks have a part of the batches each, the same number of them; ``proceed`` must say the
-    same on all. The metrics are those of all parts, on every rank.
+    same on all. The metrics are those of all parts, on every rank. A batch without items, or that
+    the task gives no loss for, takes no part; raises NoItemsError if none does.
     """
     # Each rank's statistics are of its own batches: all evaluate what a checkpoint holds.
     state.buffers.follow_first(state.ranks)
@@ -55,12 +61,14 @@ def _means(
         if borrowed and not state.ranks.shards:
             continue
         (batch,) = unwrapped([batch])
-        count = 0.0 if borrowed else float(state.task.num_items(batch))  # while it is on the host
+        count = 0.0 if borrowed else count_items(state.task, batch)  # while it is on the host
         batch = to_device(batch, state.device, channels_last=state.channels_last)
         extras = state.extras("loss")
         with state.precision.autocast(), torch.set_grad_enabled("grad" in extras):
             output = state.task.loss(state.local, batch, **extras)
         loss, extra = (*output, None)[:2] if isinstance(output, tuple) else (output, None)
+        if loss is None:
+            continue
         values = {"loss": loss, **state.task.metrics(extra, batch)}
         for name, value in values.items():
             sums[name] = sums.get(name, 0.0) + _weighted(name, value, count, state.device)
@@ -69,7 +77,10 @@ def _means(
     parts = state.ranks.gather((of_this_rank, items))
     total = sum(part for _, part in parts)
     if not total:
-        raise UsageError("data.eval: the evaluation split holds no items to average over")
+        raise NoItemsError(
+            "data.eval: there is nothing to average over: no batch has an item that counts and a "
+            "loss (are all labels ignored?)"
+        )
     names = dict.fromkeys(name for part, _ in parts for name in part)
     means = {name: sum(part.get(name, 0.0) for part, _ in parts) / total for name in names}
     summary = {f"eval/{name}": float(value) for name, value in state.task.summary(means).items()}

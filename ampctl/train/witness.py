@@ -28,7 +28,7 @@ from ampctl.errors import AmpctlError
 from ampctl.optim import is_torchs_own
 from ampctl.recipe.fault import is_users_own_file
 from ampctl.recipe.load import load_recipe
-from ampctl.tasks import as_written
+from ampctl.task import as_written
 from ampctl.train import worker
 
 PARTS = (
