@@ -18,6 +18,7 @@ from ampctl.data.move import tensors
 from ampctl.errors import UsageError, first_of
 from ampctl.passes import Turn, backward, forward, items_known, items_of, weighed, wrong
 from ampctl.state import TrainState
+from ampctl.task import may_give_none
 from ampctl.turns import turns
 
 
@@ -49,7 +50,9 @@ def _accumulate(state: TrainState, window: Sequence[Any], samples: int | None) -
     extras, ranks = state.extras("loss"), state.ranks
     counts, held = items_of(state, window), items_known(state, samples)
     # What a later micro-batch turns out to have no loss for is not in the sum that is made first.
-    agrees = state.may_give_none and ranks.size > 1 and (held is not None or len(window) > 1)
+    may_lack = may_give_none(state.task)
+    several = len(window) > 1
+    agrees = may_lack and ranks.size > 1 and (held is not None or several)
     later: Callable[[], float] | None = None
     mean: Tensor | None = None
     for place, batch in enumerate(unwrapped(window)):
@@ -57,10 +60,13 @@ def _accumulate(state: TrainState, window: Sequence[Any], samples: int | None) -
             continue  # it has no mean (all labels ignored, say), and weighs nothing
         now = place == len(window) - 1
         with _reduction(state, now=now):
-            with _outputs(state, wanted=state.may_give_none or not counts[place]) as outputs:
+            watched = may_lack and (several or ranks.size > 1)
+            with _outputs(state, wanted=watched or not counts[place]) as outputs:
                 loss = forward(state, batch, extras)
             if loss is None:
                 counts[place] = 0.0
+                if outputs:  # its values may be why: none of them stays in the buffers
+                    state.buffers.restore(torch.ones_like(state.scaler.current_scale))
             if held is None:
                 held = ranks.total(sum(counts))
             if now and agrees:
@@ -124,9 +130,9 @@ def _reduction(state: TrainState, *, now: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def _outputs(state: TrainState, *, wanted: bool) -> Iterator[list[Any]]:
-    """Keep what the model returns inside, for :func:`_nothing`, which one rank has no need of."""
+    """Keep what the model returns inside, where it matters whether it is called."""
     kept: list[Any] = []
-    if not wanted or state.ranks.size == 1:
+    if not wanted:
         yield kept
         return
     with state.model.register_forward_hook(lambda module, inputs, output: kept.append(output)):

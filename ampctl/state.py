@@ -20,7 +20,7 @@ from ampctl.load_state import MisfitError, load_model, load_optimizer, require_f
 from ampctl.pending import Pending
 from ampctl.recipe.schema import AmpConfig
 from ampctl.saved import require_counts, require_scale
-from ampctl.task import Task, asks_for, has_own, may_give_none
+from ampctl.task import Task, asks_for, has_own
 from ampctl.untouched import Untouched
 from ampctl.updater import Rewind, Updater, one_or_by_name
 
@@ -128,7 +128,6 @@ class TrainState:
     shares_buffers: bool = field(init=False)
     counts_samples: bool = field(init=False)
     untouched: Untouched = field(init=False)
-    may_give_none: bool = field(init=False)
     _asked: Mapping[str, frozenset[str]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +138,6 @@ class TrainState:
         self.rewinds = {each.name: Rewind(each) for each in self.updaters} if together else {}
         self.takes_turns = has_own(self.task, "losses")
         self.counts_samples = not has_own(self.task, "num_items")
-        self.may_give_none = may_give_none(self.task)
         # A hook would make a compiled model be compiled anew.
         self.watches_activations = self.scaler.enabled and not self.compiled
         self.shares_buffers = self.ranks.shards or (self.ranks.size > 1 and self.takes_turns)

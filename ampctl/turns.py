@@ -127,7 +127,10 @@ def _turn(
         if names[0] != names[-1]:
             told = " and ".join(str(name) for name in (names[0], names[-1]))
             raise wrong(state, f"must have the same turns for each micro-batch: {told}")
-        if given is _OVER or given[1] is None:
+        if given is _OVER:
+            continue
+        if given[1] is None:
+            state.buffers.restore(torch.ones_like(state.scaler.current_scale))
             continue
         updater = updaters[given[0]]
         loss = scalar(given[1], state, "losses")

@@ -89,6 +89,23 @@ def test_d18_a_micro_batch_without_a_loss_weighs_nothing() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_d18_what_a_batch_without_a_loss_wrote_into_statistics_is_taken_back() -> None:
+    first, second = batches(2)
+    poor = (second[0] * float("nan"), second[1])
+
+    class Wary(Choosy):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            loss = F.cross_entropy(model(batch[0]).float(), batch[1])
+            return loss if loss.isfinite() else None
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = make_state(model, optimizer, "float32", task=as_task(Wary()))
+    run(state, [[first, poor], [poor, first], [poor], [poor, poor]])
+    assert state.progress.updates == 2
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
 def test_d18_an_evaluation_leaves_such_a_batch_out() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -7,7 +7,6 @@ import math
 import os
 import resource
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
@@ -24,6 +23,7 @@ from ampctl.state import Progress, StepReport
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
 from ampctl.train.folder import LOGS
+from ampctl.train.speed import Moment, Speed
 from ampctl.updater import key
 
 FLOAT16_MAX = 65504.0
@@ -33,7 +33,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class RunLog:
-    """Write events of one run. Throughput leaves out evaluations and the taking of checkpoints.
+    """Write events of one run: every so many steps one of them, and the last in any case.
 
     Without ``metrics`` nothing is written: another rank does it.
     """
@@ -58,8 +58,10 @@ class RunLog:
         self._device = device
         self._warned_of_loss = False
         self._warned: set[str] = set()
-        self._marks: dict[int, dict[str, Any]] = {}
-        self._since: tuple[float, int, int] | None = None
+        self._warned_of_no_items = False
+        self._marks: dict[int, tuple[int, Moment]] = {}
+        self._unlogged: tuple[StepReport, int, Moment] | None = None
+        self._speed = Speed(every_steps)
         self._stalls: dict[int, float] = {}
         self._seconds_to_save = seconds_to_save
         self._files_kept = files_kept
@@ -71,28 +73,20 @@ class RunLog:
 
     def is_due(self, step: int) -> bool:
         """Return whether a step is one to be logged, so that its gradient norm is measured."""
-        return step % self._every == 0
+        return step % self._every == 0 or step == self._total
 
-    def restart_clock(self, progress: Progress) -> None:
-        """Count throughput from here: at the start, and after anything that is not training."""
-        self._since = (time.perf_counter(), progress.step, progress.samples)
+    def go(self, progress: Progress) -> None:
+        """Count throughput: from the start on, and after anything that is not training."""
+        self._speed.go(progress.step, progress.samples)
+
+    def pause(self) -> None:
+        """Count no throughput: what comes is not training."""
+        self._speed.pause()
 
     def mark(self, progress: Progress, epoch: int) -> None:
         """Keep what a ``train`` event needs of this moment; the step's own figures come later."""
         self.console.advance(progress.step)
-        if not self.is_due(progress.step):
-            return
-        now = time.perf_counter()
-        since, first_step, first_sample = self._since or (now, progress.step, progress.samples)
-        seconds, steps = now - since, progress.step - first_step
-        speed = (progress.samples - first_sample) / seconds if seconds > 0 else None
-        self._marks[progress.step] = {
-            "epoch": epoch,
-            "samples": progress.samples,
-            "samples_per_s": speed,
-            "step_ms": seconds / steps * 1e3 if steps else None,
-        }
-        self._since = (now, progress.step, progress.samples)
+        self._marks[progress.step] = epoch, self._speed.now(progress.step, progress.samples)
 
     def report(self, report: StepReport, progress: Progress) -> None:
         """Tell a step's fate: a skip always, its figures if the step is one to be logged."""
@@ -113,6 +107,8 @@ class RunLog:
                 report.consecutive_skips,
                 names,
             )
+        elif report.loss is None:
+            self._warn_of_no_items(report.step)
         elif not math.isfinite(report.loss) and not self._warned_of_loss:
             self._warned_of_loss = True
             overflow = "; float16 ends at 65504: compute the loss from `model(...).float()`"
@@ -124,10 +120,25 @@ class RunLog:
         mark = self._marks.pop(report.step, None)
         if mark is None:
             return
-        fields = {
+        self._unlogged = (report, *mark)
+        if self.is_due(report.step):
+            self.log_last(progress)
+
+    @property
+    def unlogged(self) -> StepReport | None:
+        """The last step, if there was no ``train`` event of it."""
+        return self._unlogged[0] if self._unlogged is not None else None
+
+    def log_last(self, progress: Progress, *, loss: float | None = None) -> None:
+        """Write the ``train`` event of the last step, if there was none; ``loss``: of all ranks."""
+        if self._unlogged is None:
+            return
+        (report, epoch, moment), self._unlogged = self._unlogged, None
+        samples_per_s, step_s = self._speed.rates(moment)
+        fields: dict[str, Any] = {
             "step": report.step,
-            "epoch": mark["epoch"],
-            "loss": report.loss,
+            "epoch": epoch,
+            "loss": report.loss if loss is None else loss,
             "lr": report.lr,
             "grad_norm": report.grad_norm,
             "underflow": report.underflow,
@@ -137,15 +148,24 @@ class RunLog:
             "skipped": progress.skipped,
             "updates": progress.updates,
             **_of_each(report, progress),
-            "samples": mark["samples"],
-            "samples_per_s": mark["samples_per_s"],
-            "step_ms": mark["step_ms"],
+            "samples": moment.samples,
+            "samples_per_s": samples_per_s,
+            "step_ms": None if step_s is None else step_s * 1e3,
             "memory_mb": _memory_mb(self._device),
         }
         self._write("train", **fields)
         self._warn_of_overflow(report)
         # A scale that is always 1 says nothing to a person.
         self.console.train(fields if self._scaling else fields | {"scale": None})
+
+    def _warn_of_no_items(self, step: int) -> None:
+        """Warn, once, of a step that changes nothing."""
+        if not self._warned_of_no_items and self._metrics is not None:
+            self._warned_of_no_items = True
+            self.console.warn(
+                f"step {step} has no items: no label counts, or the task gave no loss. Such a step "
+                "makes no update and is no skip; it is told once"
+            )
 
     def _warn_of_overflow(self, report: StepReport) -> None:
         """Warn, once for each module, before its output overflows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from ampctl.build import Job
@@ -9,13 +10,13 @@ from ampctl.data.workers import WorkerError
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.moved import moved_too_early, what_is_moved
 from ampctl.errors import NumericsError, RecipeError, UsageError
-from ampctl.monitor import Patience, is_better
+from ampctl.monitor import LOSS, Patience, is_better, monitored
 from ampctl.preflight import unknown_metric
 from ampctl.state import StepReport
 from ampctl.step import settle, train_step
 from ampctl.train import words
 from ampctl.train.across_ranks import diagnose, unused_later
-from ampctl.train.evaluate import evaluate
+from ampctl.train.evaluate import NoItemsError, evaluate
 from ampctl.train.run import Run
 from ampctl.train.save import finish, look, prepare, save
 
@@ -30,7 +31,7 @@ def fit(run: Run) -> str:
     after a signal, with the state saved.
     """
     progress = run.progress
-    run.log.restart_clock(progress)
+    run.log.go(progress)
     if evaluation_was_cut_off(run.job):
         _boundary(run, epoch_ended=progress.batch_in_epoch == 0)
     while (reason := finished(run.job)) is None:
@@ -137,6 +138,7 @@ def _boundary(
     run.step_seconds = time.perf_counter() - run.step_began
     if report is not None:
         _take(run, report)
+    run.log.pause()
     over = finished(run.job) is not None
     recipe, step = run.job.recipe, run.progress.step
     every = recipe.train.eval_every_steps
@@ -146,11 +148,13 @@ def _boundary(
         if is_due:
             _follow(run)
         over = finished(run.job) is not None
+    if run.heed.received or stopping or over:
+        _log_last(run)
     if run.heed.received or stopping or over or by_time or _save_is_due(run, epoch_ended):
         save(run)
         if run.heed.received is None:
             _require_a_use(run, at_most=MOST_SET_ASIDE)
-    run.log.restart_clock(run.progress)
+    run.log.go(run.progress)
     if run.heed.received:
         finish(run)
         run.job.state.ranks.wait()  # a launcher ends the others when the first one leaves
@@ -201,10 +205,12 @@ def _take(run: Run, report: StepReport) -> None:
         run.scales.append((report.step, report.scale_after))
     amp = run.job.recipe.amp
     if not report.skipped:
-        prepare(run)
+        if report.loss is not None:
+            prepare(run)
         return
     if amp.nonfinite == "skip" and report.consecutive_skips < amp.max_skips:
         return
+    _log_last(run)
     diagnosis = diagnose(run.job, window, step=report.step - 1)
     run.log.diagnosis(
         report.step,
@@ -215,6 +221,17 @@ def _take(run: Run, report: StepReport) -> None:
     )
     saved = finish(run)
     raise NumericsError(words.stopped(run, report, diagnosis, saved))
+
+
+def _log_last(run: Run) -> None:
+    """Log the step that the run ends with, where nobody knew that it would be the last one."""
+    log, ranks = run.log, run.job.state.ranks
+    if log.unlogged is None:
+        return
+    loss = log.unlogged.loss
+    if loss is not None:
+        loss = ranks.total(loss) / ranks.size  # the loss of a step is each rank's part of it
+    log.log_last(run.progress, loss=loss)
 
 
 def _evaluate(run: Run) -> None:
@@ -233,6 +250,9 @@ def _evaluate(run: Run) -> None:
 
         try:
             metrics = evaluate(run.job.state, data, proceed=proceed)
+        except NoItemsError as error:
+            run.log.console.warn(f"step {progress.step}: {error}")
+            metrics = dict.fromkeys((LOSS, *_watched(run)), math.nan)
         except Exception as error:
             doing = f"the evaluation after step {progress.step}"
             told = in_words(error, run.job.state.bare, (), doing=doing)
@@ -246,11 +266,13 @@ def _evaluate(run: Run) -> None:
     monitor = recipe.checkpoint.monitor
     best = False
     if monitor in metrics:
-        best = is_better(metrics[monitor], progress.best, recipe.checkpoint.mode)
+        value = monitored(metrics, monitor)
+        best = is_better(value, progress.best, recipe.checkpoint.mode)
         if best:
-            progress.best, progress.best_step = metrics[monitor], progress.step
+            progress.best, progress.best_step = value, progress.step
     epoch = progress.epoch - 1 if progress.batch_in_epoch == 0 else progress.epoch
     run.log.evaluation(progress, epoch, metrics, best=best)
+    _warn_of_bad_evaluation(run, metrics)
     _require_metric(run, "checkpoint.monitor", monitor, metrics)
     if recipe.train.early_stop is not None:
         _require_metric(run, "train.early_stop.monitor", recipe.train.early_stop.monitor, metrics)
@@ -265,9 +287,28 @@ def _follow(run: Run) -> None:
     if progress.evaluated_step != progress.step or progress.followed_step == progress.step:
         return
     progress.followed_step = progress.step
+    value = monitored(progress.metrics, recipe.checkpoint.monitor)
     for updater in run.job.state.updaters:
-        updater.learning_rate.evaluated(progress.metrics[recipe.checkpoint.monitor])
+        updater.learning_rate.evaluated(value)  # NaN is no progress to a plateau scheduler
     _early_stop(run, progress.metrics)
+
+
+def _watched(run: Run) -> list[str]:
+    """Return the metrics that a run is steered by."""
+    early_stop = run.job.recipe.train.early_stop
+    monitor = run.job.recipe.checkpoint.monitor
+    return [monitor, early_stop.monitor] if early_stop is not None else [monitor]
+
+
+def _warn_of_bad_evaluation(run: Run, metrics: dict[str, float]) -> None:
+    names = dict.fromkeys((LOSS, *_watched(run)))
+    bad = [n for n in names if not math.isfinite(metrics.get(n, 0.0))]
+    if bad and run.job.state.ranks.is_first:
+        told = ", ".join(f"{name} is {metrics[name]}" for name in bad)
+        run.log.console.warn(
+            f"step {run.progress.step}: {told}: this evaluation counts as one that is not better "
+            "than any, for the best checkpoint, early stopping and ReduceLROnPlateau"
+        )
 
 
 def _early_stop(run: Run, metrics: dict[str, float]) -> None:
@@ -277,7 +318,7 @@ def _early_stop(run: Run, metrics: dict[str, float]) -> None:
     patience = Patience(
         config.mode, config.patience, progress.early_stop_best, progress.early_stop_bad
     )
-    patience.update(metrics[config.monitor])
+    patience.update(monitored(metrics, config.monitor))
     progress.early_stop_best, progress.early_stop_bad = patience.best, patience.bad
 
 

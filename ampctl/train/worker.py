@@ -304,6 +304,8 @@ def _fit(
         code = error.exit_code if isinstance(error, AmpctlError) else 1
         with suppress(MachineError):  # a disk without room hides no other error, nor its own cause
             _end_saves(run)
+            if ranks.size == 1:  # several would have to put together their parts of its loss
+                log.log_last(run.progress)
             log.stop(run.progress.step, _REASONS.get(type(error), "error"), code)
         raise
     finally:
