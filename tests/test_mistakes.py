@@ -100,10 +100,11 @@ GROUPS = "command line: optimizer.groups"
         ("amp.growth_factor=2,5", "did you mean 2.5?"),
         ("scheduler={_target_: torch.nn.ReLU}", "called with the update count 0, failed"),
         ("scheduler={_target_: own.factor, value: abc}", "gave 'abc' for update 0"),
-        ("scheduler={_target_: own.factor, value: .nan}", "gave nan for update 0"),
         ("scheduler={_target_: own.factor}", "gave None for update 0"),
         ("model={_target_: torch.nn.ReLU}", "no trainable parameter"),
         ("model={_target_: sys.exit}", "model: sys.exit failed: it called sys.exit(None)"),
+        ("log.trackers={a: '${seed}'}", "command line: log.trackers: got a mapping"),
+        ("train.max_steps={a: '${seed}'}", "command line: train.max_steps: got a mapping"),
         ("task={_target_: builtins.dict}", "command line: task: the task is a dict"),
         ("data.train={_target_: torch.utils.data.TensorDataset}", "data.train: the length of the"),
         ("data.train={_target_: own.Sized, length: raises}", "KeyError: 'no length'"),
@@ -114,6 +115,14 @@ GROUPS = "command line: optimizer.groups"
 def test_d1_a_wrong_value_ends_with_2_and_is_told_with_its_key(override: str, says: str) -> None:
     assert says in told(override)
     assert says in told(override, command="train")
+
+
+@pytest.mark.parametrize("step_size", ["null", "0", "[1]"])
+def test_d1_a_schedule_that_fails_when_it_is_stepped_ends_with_2(step_size: str) -> None:
+    target = "_target_: torch.optim.lr_scheduler.StepLR"
+    for steps in ("1", "2"):  # it is stepped at a boundary, or at the next step
+        override = f"scheduler={{{target}, step_size: {step_size}}}"
+        assert "StepLR" in told(override, f"train.max_steps={steps}", command="train")
 
 
 @pytest.mark.parametrize("override", ["data.shuffle=true", "data.shuffle=false"])

@@ -115,7 +115,7 @@ def interpolate(tree: Node, defaults: Mapping[str, Any], problems: list[Problem]
     for path, node in list(pending.items()):  # the grammar first: one bad text spoils the whole
         attempt(path, OmegaConf.create, [node.text])
     for is_reference in (False, True):  # references last: what they copy is resolved by then
-        config = OmegaConf.merge(defaults, _values(tree, pending)) if pending else None
+        config = OmegaConf.create(_over(defaults, _values(tree, pending))) if pending else None
         resolved: dict[Path, Node] = {}
         for path, node in list(pending.items()):
             if is_reference == bool(_REFERENCE.fullmatch(node.text)):
@@ -139,6 +139,13 @@ def _values(node: Node, pending: Mapping[Path, Node], path: Path = ()) -> Any:
     if isinstance(node.value, str) and path not in pending:
         return escape(node.value)
     return node.value
+
+
+def _over(defaults: Any, given: Any) -> Any:
+    """Return values with the defaults of the keys that they leave out; what is given wins."""
+    if not isinstance(defaults, Mapping) or not isinstance(given, Mapping):
+        return given
+    return {**defaults, **{key: _over(defaults.get(key), value) for key, value in given.items()}}
 
 
 def _select(config: Any, path: Path) -> Any:

@@ -134,7 +134,14 @@ def _boundary(
     ``by_time``: a save is due by the clock. ``stopping``: an error ends the run here; save,
     whatever is due.
     """
-    report = settle(run.job.state)
+    try:
+        report = settle(run.job.state)
+    except Exception as error:
+        doing = f"step {run.progress.step}"
+        told = in_words(error, run.job.state.bare, (), doing=doing)
+        if told is None:
+            raise
+        raise told from error
     run.step_seconds = time.perf_counter() - run.step_began
     if report is not None:
         _take(run, report)
