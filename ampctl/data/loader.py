@@ -26,6 +26,8 @@ from ampctl.data.workers import (
     start_workers,
 )
 from ampctl.distributed.ranks import ALONE, Ranks
+from ampctl.errors import AmpctlError, first_of
+from ampctl.recipe.fault import failure, users_lines
 
 INDICES_SHOWN = 64
 
@@ -111,7 +113,7 @@ class MapData:
                 asked.append(window)
                 yield window
 
-        batches = self._reader.read(chain.from_iterable(requests()))
+        batches = self._reader.read(chain.from_iterable(requests()), "data.train")
         for step in range(first_step, self.order.steps_per_epoch):
             first = next(batches)
             parts = asked.popleft()
@@ -122,7 +124,8 @@ class MapData:
 
     def alone(self) -> Any:
         """Return a micro-batch of one sample, read in this process."""
-        return self._reader.read_here(Request(0, 0, self.order.permutation(0)[:1]))
+        request = Request(0, 0, self.order.permutation(0)[:1])
+        return self._reader.read_here(request, "data.train")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the length: the order follows from it, the seed and the progress."""
@@ -169,7 +172,8 @@ class EvalData:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches, on the host; random augmentation draws the same each time."""
-        return self._reader.read(chain.from_iterable(self._order.windows(epoch=0)))
+        windows = self._order.windows(epoch=0)
+        return self._reader.read(chain.from_iterable(windows), "data.eval")
 
     def close(self) -> None:
         """End worker processes."""
@@ -199,10 +203,10 @@ class _Reader:
                 generator=torch.Generator(),
             )
 
-    def read(self, requests: Iterator[Request]) -> Iterator[Any]:
+    def read(self, requests: Iterator[Request], key: str) -> Iterator[Any]:
         if self._loader is None:
             for request in requests:
-                batch = self._fetcher[request]
+                batch = self.read_here(request, key)
                 batch = torch_private.pin_memory(batch) if self._pin_memory else batch
                 yield Borrowed(batch) if request.borrowed else batch
             return
@@ -230,8 +234,15 @@ class _Reader:
             self._fetcher.pass_over()
             yield Borrowed(batch) if request.borrowed else batch
 
-    def read_here(self, request: Request) -> Any:
-        return self._fetcher[request]
+    def read_here(self, request: Request, key: str) -> Any:
+        """Read a batch; what is raised in nobody's own code is a mistake in the data's block."""
+        try:
+            return self._fetcher[request]
+        except Exception as error:
+            if isinstance(error, AmpctlError) or users_lines(error):
+                raise
+            numbers = first_of([f"{index}" for index in request.indices.tolist()])
+            raise failure(error, f"reading the samples {numbers} failed", "", key) from error
 
     def close(self) -> None:
         if self._loader is not None:

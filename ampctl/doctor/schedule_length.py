@@ -22,6 +22,7 @@ from ampctl.doctor.finding import Finding
 from ampctl.errors import RecipeError
 from ampctl.groups import stand_in
 from ampctl.lr import follows_metric
+from ampctl.recipe.fault import failure
 from ampctl.recipe.keys import child
 from ampctl.recipe.schema import TARGET, Block, block_key, by_name
 from ampctl.updater import Updater, build_schedule
@@ -81,7 +82,12 @@ def _of(job: Job, updater: Updater) -> Iterator[Finding]:
 
     def course(block: Block) -> _Course:
         on = stand_in(updater.optimizer, updater.learning_rate.bare)
-        return _course(build_schedule(job.loaded, key, block, on, total), on, tried)
+        schedule = build_schedule(job.loaded, key, block, on, total)
+        try:
+            return _course(schedule, on, tried)
+        except Exception as error:
+            where = job.loaded.place(key)
+            raise failure(error, f"{kind}, stepped without training, failed", where, key) from error
 
     found = course(block)
     if found.end:
