@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import sys
 from contextlib import ExitStack, suppress
@@ -199,8 +200,12 @@ def test_our_launcher_evaluates_and_its_first_rank_tells_the_outcome(folder: Pat
     with starting(folder) as start:
         flags = ("--raw", "--json", "--nproc-per-node", "2")
         ended = start("eval", *flags, "a", "data.eval.size=5").wait()
-    said = [line for line in ended.err.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10
-    assert (ended.code, said) == (0, [])
+    # Gloo of torch 2.10 tells its connections, in pieces that several ranks write into each other.
+    said = re.sub(
+        r"\[Gloo\] Rank | is connected to |[^:]*connected peer ranks is : ", "", ended.err
+    )
+    assert ended.code == 0
+    assert not said.strip("0123456789 \n"), ended.err
     facts = json.loads(ended.out)
     assert (facts["world_size"], facts["samples"], facts["weights"]) == (2, 5, "raw")
     assert facts["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)

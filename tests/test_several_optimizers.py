@@ -18,6 +18,7 @@ from test_resume_exact import assert_same, last
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ampctl.amp.precision import cache_keeps_gradients
 from ampctl.build import build_job
 from ampctl.doctor.trace import Operation, Trace
 from ampctl.errors import CheckpointError, RecipeError, UsageError
@@ -76,6 +77,12 @@ def spoiled(value: float = math.inf) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------- the loop by hand
 
 
+def autocast(dtype: torch.dtype | None) -> torch.autocast:
+    """Return the autocast of a loop by hand; without its cache where that loses gradients."""
+    cache = cache_keeps_gradients()
+    return torch.autocast("cpu", dtype=dtype, enabled=dtype is not None, cache_enabled=cache)
+
+
 def by_hand(
     model: Pair,
     windows: Sequence[Sequence[tuple[Tensor, Tensor]]],
@@ -94,7 +101,7 @@ def by_hand(
     def step(name: str, losses: list[Callable[[], Tensor]]) -> None:
         model.zero_grad()
         for loss in losses:
-            with torch.autocast("cpu", dtype=kind, enabled=kind is not None):
+            with autocast(kind):
                 value = loss()
                 value = value * (1 / len(losses)) if len(losses) > 1 else value
             scaler.scale(value).backward()
@@ -184,7 +191,7 @@ def test_a_graph_from_before_an_earlier_turn_is_used_after_it(dtype: str) -> Non
     for (each,) in windows:
         turns = Shared().losses(other, each)
         for _ in optimizers:
-            with torch.autocast("cpu", dtype=kind, enabled=kind is not None):
+            with autocast(kind):
                 name, loss = next(turns)
             other.zero_grad()
             loss.backward()
@@ -220,7 +227,7 @@ def test_one_loss_moves_every_optimizer(dtype: str) -> None:
     for each in batches:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=kind, enabled=kind is not None):
+        with autocast(kind):
             loss = TwoLosses().loss(theirs, each)
         scaler.scale(loss).backward()
         for optimizer in optimizers:
