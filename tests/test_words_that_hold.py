@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from ampctl.cli import app
 from ampctl.doctor import remedy
+from ampctl.doctor.misfit import in_words
 from ampctl.doctor.nonfinite import Diagnosis
 from ampctl.lr import TorchSchedule
 from ampctl.recipe.schema import AmpConfig
@@ -208,3 +209,16 @@ def test_d17_the_rate_that_is_advised_is_the_one_that_moves_the_weights() -> Non
     state = make_state(model, plain, "float32", learning_rate=TorchSchedule(plain, cycle))
     assert remedy.lower_rate(state) is None
     assert remedy.rate(state) == "max_lr of OneCycleLR"
+
+
+def memory(doing: str, batches: list[Any]) -> str:
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    return f"{in_words(error, nn.Linear(1, 1), batches, doing=doing)}"
+
+
+def test_d17_what_takes_less_memory_is_what_is_there_to_be_lowered() -> None:
+    several, one = (torch.zeros(4, 2), torch.zeros(4)), {"x": torch.zeros(1, 2)}
+    assert "Lower data.micro_batch_size" in memory("step 3", [several])
+    assert "Lower data.micro_batch_size" in memory("step 3", [one, several])
+    assert "Each pass takes one sample already" in memory("step 3", [one, one])
+    assert "Lower data.eval_batch_size" in memory("the evaluation after step 3", [])

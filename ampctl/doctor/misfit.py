@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ampctl.data.move import tensors
 from ampctl.distributed.failure import comes_of_others
 from ampctl.doctor import torch_errors
 from ampctl.errors import AmpctlError, MachineError, UsageError
@@ -38,10 +39,7 @@ def in_words(
     if isinstance(error, AmpctlError) or comes_of_others(error):
         return None
     if isinstance(error, torch.OutOfMemoryError):
-        return MachineError(
-            f"{doing}: out of memory: {error}\n"
-            "    Lower data.micro_batch_size: gradients accumulate, and the step stays the same."
-        )
+        return MachineError(f"{doing}: out of memory: {error}\n    {_with_less(doing, batches)}")
     if isinstance(error, torch.AcceleratorError):
         return MachineError(f"{doing}: the device failed: {error}")
     steps = list(traceback.walk_tb(error.__traceback__))
@@ -71,6 +69,16 @@ def _to_log(error: Exception, doing: str) -> None:
     log = logging.getLogger("ampctl")
     if log.hasHandlers():  # else Python would print it
         log.error("%s failed", doing, exc_info=error)
+
+
+def _with_less(doing: str, batches: Sequence[Any]) -> str:
+    """Say how the same can be done with less memory."""
+    if "evaluation" in doing:
+        return "Lower data.eval_batch_size, which is data.micro_batch_size where it is not set."
+    if batches and all(len(each) == 1 for batch in batches for each in tensors(batch) if each.ndim):
+        more = "or spread it over several devices (distributed.strategy=fsdp)"
+        return f"Each pass takes one sample already: take a smaller model, {more}."
+    return "Lower data.micro_batch_size: gradients accumulate, and the step stays the same."
 
 
 def _in_a_part(error: Exception, frames: Sequence[FrameType]) -> bool:

@@ -122,9 +122,11 @@ def _not_again(state: TrainState, low: Replay) -> Diagnosis:
         override = "train.compile=false"
         advice = f"set {override} (tried on this batch: finite)"
     what = "; ".join(differs) or "nothing that is known differs, so the step does not repeat"
+    if not advice and not torch.are_deterministic_algorithms_enabled():
+        advice = "set train.deterministic=true, which makes most operations repeat"
     return Diagnosis(
         f"not found: run again, the step is finite; {what}",
-        advice or "set train.deterministic=true, which makes most operations repeat",
+        advice or "look at what else the step reads: a file, the time, another process",
         module=low.hidden[0].place.module if low.hidden else None,
         override=override,
         is_reproduced=False,
