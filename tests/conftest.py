@@ -1,9 +1,11 @@
-"""What every test runs under: one thread, a home of its own, and no state left behind."""
+"""What every test runs under, whatever machine and shell it is started from; no state is left."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,25 @@ from cpus import WITH_FLOAT16, Cpu, python_path
 from hypothesis import settings
 
 from ampctl import environment
+
+# What a shell, a terminal, a CI service or a launcher of jobs says of itself is not for the tests.
+FOREIGN = re.compile(
+    r"LC_\w+|LANGUAGE|COLUMNS|LINES|NO_COLOR|\w*FORCE_COLOR|CLICOLOR\w*|PY_COLORS|COLORTERM|CI|"
+    r"GITHUB_ACTIONS|RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_\w+|MASTER_(ADDR|PORT)|"
+    r"(SLURM|OMPI|PMI|PMIX|PET|TORCHELASTIC|GIT)_\w+|PYTHONSAFEPATH|PYTHONWARNINGS|PYTHONUTF8"
+)
+FIXED = {
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+    "TERM": "xterm",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_NOSYSTEM": "1",
+}
+for name in filter(FOREIGN.fullmatch, list(os.environ)):
+    del os.environ[name]
+os.environ |= FIXED
+time.tzset()
+os.umask(0o022)
 
 settings.register_profile("ampctl", deadline=None, print_blob=True)
 settings.load_profile("ampctl")
