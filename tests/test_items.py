@@ -303,10 +303,11 @@ def recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("recipe")
-def test_a1_ranks_and_cuts_train_and_evaluate_alike() -> None:
+def test_a1_ranks_and_cuts_train_and_evaluate_alike(capsys: pytest.CaptureFixture[str]) -> None:
     in_order = "data.shuffle=false"  # so that the first step has no item, on any rank
     whole = one("one", in_order)
     assert whole["progress"]["updates"] == 4  # of six steps
+    assert "complete: 6 steps, 4 updates, 2 without items" in capsys.readouterr().out
     one("cut", in_order, "data.micro_batch_size=1", "data.eval_batch_size=2")
     ranks(2, "many", in_order, "data.micro_batch_size=2", "data.eval_batch_size=1")
     for other in ("cut", "many"):

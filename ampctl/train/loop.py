@@ -258,7 +258,8 @@ def _evaluate(run: Run) -> None:
         try:
             metrics = evaluate(run.job.state, data, proceed=proceed)
         except NoItemsError as error:
-            run.log.console.warn(f"step {progress.step}: {error}")
+            if run.job.state.ranks.is_first:
+                run.log.console.warn(f"step {progress.step}: {error}")
             metrics = dict.fromkeys((LOSS, *_watched(run)), math.nan)
         except Exception as error:
             doing = f"the evaluation after step {progress.step}"

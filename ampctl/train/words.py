@@ -100,6 +100,8 @@ def ending(job: Job, run_dir: Path, reason: str) -> list[str]:
     """Say how a run ended, what it reached, and the command that goes on."""
     progress = job.state.progress
     skipped = f", {progress.skipped} skipped" if progress.skipped else ""
+    if empty := progress.step - progress.updates - progress.skipped:
+        skipped += f", {empty} without items"
     how = "stopped early" if reason == "early_stop" else "complete"
     lines = [f"{how}: {progress.step} steps, {progress.updates} updates{skipped}"]
     for name, updates in progress.optimizer_updates.items():
