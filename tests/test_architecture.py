@@ -19,6 +19,7 @@ FLOORS = {
     "": 0,  # the package itself: the version; and the front door, which hands on when asked
     "commands": 0,
     "errors": 0,
+    "files": 0,
     "recipe": 0,
     "rng": 0,
     "host_memory": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from ampctl.errors import CheckpointError
 from ampctl.recipe.load import LoadedRecipe, parse_recipe
-from ampctl.recipe.trust import record, require_trusted
+from ampctl.recipe.trust import record, require_trusted, wants_current_folder
 
 GOOD = {
     "model": "{_target_: ampctl.models.ConvNet, num_classes: 10}",
@@ -335,3 +336,125 @@ def test_the_record_lies_in_the_home_where_no_state_folder_is_named(
     monkeypatch.setenv("HOME", str(tmp_path))
     assert record(recipe())
     assert (tmp_path / ".local" / "state" / "ampctl").is_dir()
+
+
+NET = "class Net:\n    pass\n"
+
+
+def place(monkeypatch: pytest.MonkeyPatch, folder: Path, content: str = NET) -> Path:
+    """Stand in a folder, with `my_net.py` beside the user."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "my_net.py").write_text(content)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_c1_a_recipe_is_trusted_with_the_code_it_was_trained_with(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = "{_target_: my_net.Net, width: 3}"
+    home = place(monkeypatch, folder / "home")
+    assert record(recipe(model=mine))
+    assert is_trusted(model=mine)
+    (home / "my_net.py").write_text("import json\n" + NET)  # the user's own is theirs to edit
+    assert is_trusted(model=mine)
+    strange = place(monkeypatch, folder / "strange")
+    assert not is_trusted(model=mine)
+    with pytest.raises(CheckpointError, match="you have trained it, but not with the code that"):
+        require_trusted(recipe(model=mine), trust=False)
+    for link in ("my_net.py", "my_net"):
+        (strange / "my_net.py").unlink(missing_ok=True)
+        (strange / link).symlink_to(home / "my_net.py" if "." in link else home)
+        assert not is_trusted(model=mine), link
+        (strange / link).unlink()
+    monkeypatch.chdir(home)
+    assert is_trusted(model=mine)
+    (folder / "link").symlink_to(home)
+    monkeypatch.chdir(folder / "link")  # the same folder by another name
+    assert is_trusted(model=mine)
+
+
+@pytest.mark.parametrize("kind", ["package", "namespace", "namespace of two"])
+def test_c1_packages_count_as_modules_do(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(where: Path) -> None:
+        (where / "lib").mkdir(parents=True)
+        (where / "lib/net.py").write_text(NET)
+        if kind == "package":
+            (where / "lib/__init__.py").write_text("")
+
+    mine = "{_target_: lib.net.Net}"
+    make(folder / "home")
+    make(folder / "strange")
+    if kind == "namespace of two":
+        (folder / "site/lib").mkdir(parents=True)
+        monkeypatch.syspath_prepend(str(folder / "site"))
+    monkeypatch.chdir(folder / "home")
+    assert record(recipe(model=mine))
+    assert is_trusted(model=mine)
+    monkeypatch.chdir(folder / "strange")
+    assert not is_trusted(model=mine)
+    monkeypatch.chdir(folder)
+    assert not is_trusted(model=mine)
+
+
+def test_c1_what_was_trained_with_installed_code_opens_no_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's module could lie there by the name of one that the installed code imports."""
+    loaded = recipe(model="{_target_: pip.Net, a: 1}", task="{_target_: json.Task}")
+    home, strange = folder / "home", folder / "strange"
+    for each in (home, strange):
+        each.mkdir()
+    monkeypatch.chdir(home)
+    assert record(loaded)
+    monkeypatch.chdir(strange)
+    assert require_trusted(loaded, trust=False) == []
+    assert not wants_current_folder(loaded, loaded, trust=False)
+    assert wants_current_folder(loaded, loaded, trust=True)
+    named = recipe(model="{_target_: my_net.Net}")
+    assert wants_current_folder(loaded, named, trust=False)  # in the user's own words
+    (strange / "pip.py").write_text(NET)
+    if "pip" not in sys.modules:
+        assert not is_trusted(model="{_target_: pip.Net, a: 1}", task="{_target_: json.Task}")
+    place(monkeypatch, home)
+    assert record(named)
+    assert wants_current_folder(named, named, trust=False)
+
+
+def test_c1_what_an_older_ampctl_recorded_opens_nothing(folder: Path) -> None:
+    loaded = recipe(model="{_target_: my_net.Net}")
+    known = Path(os.environ["XDG_STATE_HOME"]) / "ampctl/trained-recipes"
+    known.parent.mkdir(parents=True)
+    known.touch(mode=0o600)
+    known.write_text(f"{loaded.digest} {loaded.digest}\n")
+    with pytest.raises(CheckpointError, match="or with an older ampctl"):
+        require_trusted(loaded, trust=False)
+
+
+KINDS = ("1", "0", "true", "false", "null", "'1'", "'0'", "'true'", "'null'", "''", "[]", "{}")
+
+
+@pytest.mark.parametrize("inside", ["{}", "[{}]", "{{b: {}}}", "[[1, {}]]"])
+def test_c2_a_value_of_another_kind_is_another_recipe(inside: str) -> None:
+    for trained in KINDS:
+        known = Path(os.environ["XDG_STATE_HOME"]) / "ampctl/trained-recipes"
+        known.unlink(missing_ok=True)
+        mine = f"{{_target_: my_net.Net, a: {inside.format(trained)}}}"
+        assert record(recipe(model=mine))
+        trusted = [
+            kind
+            for kind in KINDS
+            if is_trusted(model=f"{{_target_: my_net.Net, a: {inside.format(kind)}}}")
+        ]
+        assert trusted == [trained], (inside, trained)
+
+
+def test_c2_numbers_other_than_0_are_alike() -> None:
+    mine = "{_target_: my_net.Net, a: %s}"
+    assert record(recipe(model=mine % "3"))
+    for number in ("1", "1.0", "-2", "0.5", "1e-9", ".inf", ".nan"):
+        assert is_trusted(model=mine % number), number
+    for other in ("0", "0.0", "-0.0", "[number, true]", "null", "'3'", "true"):
+        assert not is_trusted(model=mine % other), other

@@ -2,12 +2,14 @@
 
 A forged file can carry any digest, so what is in it must be harmless by itself: records as large as
 they say, in one directory that every reader reads alike, and a pickle that names nothing but plain
-types and tensors, each tensor inside its own record. Nothing is imported or built here.
+types and tensors, each tensor inside its own record. Nothing is imported or built here, and nothing
+inflated: what torch writes is not compressed.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 import types
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ampctl import torch_private
+from ampctl.checkpoint.opcodes import Budget, ForgedError, walk
 
 DEEPEST = 100
 """How deep the content of a checkpoint may nest."""
@@ -28,6 +31,7 @@ WRONG_END = "it is cut off, or something was added at its end"
 
 _PICKLE = "data.pkl"
 _END, _LOCATOR, _END_64 = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
+_RECORD, _LEAST_OF_RECORD = b"PK\x01\x02", 30 + 46
 _END_SIZE, _LOCATOR_SIZE, _END_64_SIZE = 22, 20, 56
 
 _TENSORS = frozenset(
@@ -41,12 +45,14 @@ _TENSORS = frozenset(
         "_rebuild_tensor_v3",
     )
 )
+_QUANTIZED = "torch._utils._rebuild_qtensor"
+_ENCODE = "_codecs.encode"  # as bytes are written
 _ORDERED = "collections.OrderedDict"
 _BYTES = "torch.storage.UntypedStorage"
 _OTHERS = frozenset(
     [
         _ORDERED,
-        "_codecs.encode",  # bytes
+        _ENCODE,
         "builtins.complex",
         "torch.Size",
         "torch.device",
@@ -78,10 +84,6 @@ _ELEMENT_SIZES = types.MappingProxyType(
 )
 
 
-class ForgedError(Exception):
-    """An archive that ``torch.save`` does not write; the message says what is wrong with it."""
-
-
 def examine(file: IO[bytes], *, comment: int) -> None:
     """Raise ForgedError, or pickle.UnpicklingError, if torch should not decode a file.
 
@@ -106,7 +108,7 @@ def examine(file: IO[bytes], *, comment: int) -> None:
     if len(folders) != 1 or _PICKLE not in sizes:
         raise ForgedError(f"it holds no {_PICKLE} in its one folder")
     content = archive.read(f"{folders.pop()}/{_PICKLE}")
-    _Examiner(io.BytesIO(content), sizes).load()
+    _Examiner(io.BytesIO(content), sizes, walk(content)).load()
 
 
 def settled(value: Any) -> Any:
@@ -168,6 +170,9 @@ def _require_one_reading(file: IO[bytes], comment: int) -> int:
         disk, disk_start, here, count, length, start = struct.unpack("<2L4Q", wide[16:])
     if disk or disk_start or here != count or start + length != end:
         raise ForgedError("its directory is not where it says")
+    # zipfile makes an object of each record as it reads the directory.
+    if _at(file, start, length).count(_RECORD) != count or count * _LEAST_OF_RECORD > size:
+        raise ForgedError("its directory has other records than it says")
     return int(count)
 
 
@@ -181,13 +186,19 @@ def _at(file: IO[bytes], place: int, length: int) -> bytes:
 class _Name:
     """What a pickle names, and what comes of calling it: nothing that can do anything."""
 
-    __slots__ = ("full",)
+    __slots__ = ("_budget", "full")
 
-    def __init__(self, full: str) -> None:
+    def __init__(self, full: str, budget: Budget) -> None:
         self.full = full
+        self._budget = budget
 
     def __call__(self, *args: Any) -> _Made:
-        return _Made(self.full)
+        self._budget.spend(*args)
+        if self.full == _ENCODE and (type(args[0]) is not str or args[1:] != ("latin1",)):
+            raise pickle.UnpicklingError("an encoding that is not that of bytes")
+        if self.full == _QUANTIZED and math.prod(args[2]) > args[0].count:
+            raise ForgedError("a tensor is larger than its storage")
+        return _Made(self.full, self._budget)
 
     def __setstate__(self, state: Any) -> None:
         raise pickle.UnpicklingError("it changes what it names")
@@ -196,15 +207,18 @@ class _Name:
 class _Made:
     """Stands for an object of a pickle."""
 
-    __slots__ = ("full",)
+    __slots__ = ("_budget", "count", "full")
 
-    def __init__(self, full: str) -> None:
+    def __init__(self, full: str, budget: Budget, count: int = 0) -> None:
         self.full = full
+        self.count = count
+        self._budget = budget
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._require_dict()
 
     def __setstate__(self, state: Any) -> None:
+        self._budget.spend(state)
         self._require_dict()
 
     def _require_dict(self) -> None:
@@ -215,14 +229,15 @@ class _Made:
 class _Examiner(pickle.Unpickler):
     """Goes through a pickle as if it were loaded, with stand-ins for all that it names."""
 
-    def __init__(self, file: IO[bytes], sizes: dict[str, int]) -> None:
+    def __init__(self, file: IO[bytes], sizes: dict[str, int], budget: Budget) -> None:
         super().__init__(file, encoding="utf-8")
         self._sizes = sizes
+        self._budget = budget
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full in _OTHERS or full in _TENSORS or (module == "torch" and _is_plain(name)):
-            return _Name(full)
+            return _Name(full, self._budget)
         raise pickle.UnpicklingError(f"GLOBAL {full}")
 
     def persistent_load(self, pid: Any) -> Any:
@@ -236,7 +251,7 @@ class _Examiner(pickle.Unpickler):
             raise pickle.UnpicklingError(f"a storage of {named.full}")
         if count * width > self._sizes.get(f"data/{key}", -1):
             raise ForgedError(f"a tensor is larger than its record data/{key}")
-        return _Made("storage")
+        return _Made("storage", self._budget, count)
 
 
 def _is_plain(name: str) -> bool:

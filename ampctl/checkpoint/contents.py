@@ -27,6 +27,7 @@ PARTS = ("model", "ema", "optimizer")
 """The keys of a checkpoint that are counted by themselves; what else there is, is the rest."""
 
 _LONGEST_TEXT = 500
+_LONGEST_NAME = 200
 _MOST_FACTS = 5000
 _NAMED = (Tensor, dict, list, tuple)
 
@@ -155,13 +156,22 @@ def named_tensors(payload: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(value, dict | list | tuple) or id(value) in seen:
             continue
         seen.add(id(value))
-        items = value.items() if isinstance(value, dict) else enumerate(value)
+        items = value.items() if isinstance(value, dict) else _once(value)
         inside = [
-            (f"{name}.{word(key)}"[:_LONGEST_TEXT], item)
+            (f"{name}.{word(key)}"[:_LONGEST_NAME], item)
             for key, item in items
             if isinstance(item, _NAMED)
         ]
         stack.extend(reversed(inside))
+
+
+def _once(items: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """Yield the items of a list with their places, each object at its first one alone."""
+    seen: set[int] = set()
+    for index, item in enumerate(items):
+        if id(item) not in seen:
+            seen.add(id(item))
+            yield index, item
 
 
 def _parts(tensors: list[tuple[str, Tensor]]) -> dict[str, Facts]:

@@ -9,6 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
+from ampctl import files
 from ampctl.errors import MachineError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -22,11 +23,16 @@ def temporary(path: Path) -> Path:
 def discard(*temporaries: Path) -> None:
     """Remove temporary files or folders, if they are there; another error may be on its way."""
     for tmp in temporaries:
-        if os.path.isdir(tmp):
-            shutil.rmtree(tmp, ignore_errors=True)
-            continue
         with contextlib.suppress(OSError):
-            tmp.unlink()
+            remove(tmp)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a whole folder; what a link leads to stays. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def set_aside(path: Path) -> Path:
@@ -41,6 +47,8 @@ def publish(tmp: Path, path: Path) -> None:
     """Give a written file or folder its name, atomically and down to the disk."""
     if tmp.is_dir():
         sync_folder(tmp)
+        if path.is_symlink():
+            path.unlink()
         if path.is_dir():
             _exchange(tmp, path)
             sync_folder(path.parent)
@@ -67,7 +75,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Replace a small file, atomically and down to the disk."""
     tmp = temporary(path)
     try:
-        with tmp.open("wb") as file:
+        with files.create(tmp) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -91,7 +99,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def fault(path: Path, error: OSError, needed: int) -> MachineError:
-    """Say in words why ``path`` could not be written; ``needed`` is its size in bytes, or 0."""
+    """Describe why ``path`` could not be written; ``needed`` is its size in bytes, or 0."""
     reason = error.strerror or f"{error}"
     size = f"{needed:,} bytes are needed, " if needed else ""
     has_older = _holds_checkpoints(path.parent)
@@ -113,7 +121,7 @@ def fault(path: Path, error: OSError, needed: int) -> MachineError:
             "raise the limit (`ulimit -f`) or, if it is the file system's, go on elsewhere with "
             "`ampctl resume RUN --run-dir DIR`"
         )
-    if error.errno in _IN_THE_WAY:
+    if error.errno in _IN_THE_WAY or isinstance(error, files.UnfitFileError):
         return MachineError(
             f"cannot write {path}: {_obstacle(error) or path} is in the way ({reason}): remove or "
             "rename it, then resume"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctl import __version__
+from ampctl import __version__, files
 from ampctl.checkpoint import disk
 from ampctl.checkpoint.contents import (
     Facts,
@@ -219,7 +219,7 @@ def _metadata(recipe: str, facts: Facts) -> dict[str, str]:
 
 
 def _save_torch(tensors: dict[str, Tensor], tmp: Path) -> None:
-    with tmp.open("wb") as file:
+    with files.create(tmp) as file:
         try:
             torch.save(tensors, file)
         except RuntimeError as error:  # of its C++ writer, on top of what the disk said
@@ -252,7 +252,7 @@ def _in_order(path: Path) -> None:
 
     The header is JSON behind its length in 8 bytes; see https://huggingface.co/docs/safetensors.
     """
-    with path.open("r+b") as file:
+    with os.fdopen(files.descriptor(path, os.O_RDWR), "r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -266,9 +266,9 @@ def _write(out: Path, save: Callable[[Path], object]) -> None:
     """Write a file that is whole or absent."""
     tmp = disk.temporary(out)
     try:
-        tmp.open("wb").close()
+        files.create(tmp).close()
         save(tmp)
-        with tmp.open("rb") as file:
+        with files.open_to_read(tmp) as file:
             os.fsync(file.fileno())
         disk.publish(tmp, out)
     except OSError as error:

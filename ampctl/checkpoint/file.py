@@ -9,18 +9,20 @@ import hashlib
 import os
 import pickle
 import re
-import stat
 import struct
 import zipfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from types import NoneType
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 
+from ampctl import files
 from ampctl.checkpoint import archive, disk, foreign
+from ampctl.checkpoint.opcodes import ForgedError
 from ampctl.errors import CheckpointError, printable
 
 FORMAT = "ampctl"
@@ -99,7 +101,7 @@ def write(path: Path, payload: Mapping[str, Any]) -> Written:
     tmp = disk.temporary(path)
     needed = 0
     try:
-        with tmp.open("wb") as file:
+        with files.create(tmp) as file:
             sink = _Sink(file)
             torch.save({"format": FORMAT, "version": VERSION, **payload}, cast(IO[bytes], sink))
             written = sink.seal()
@@ -119,13 +121,13 @@ def write(path: Path, payload: Mapping[str, Any]) -> Written:
 
 def digest(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
-    with path.open("rb") as file:
+    with files.open_to_read(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_sealed(path: Path) -> bool:
-    """Tell whether a file ends with its own SHA-256; one that was saved anew has lost it."""
-    with path.open("rb") as file:
+    """Return whether a file ends with its own SHA-256; one that was saved anew has lost it."""
+    with files.open_to_read(path, follow=True) as file:
         file.seek(-_SEAL_SIZE, os.SEEK_END)
         return file.read(len(_SEAL)) == _SEAL
 
@@ -136,24 +138,26 @@ def read(
     *,
     mmap: bool = False,
     passed: Passed = unseen,
+    follow: bool = False,
 ) -> dict[str, Any]:
     """Read a checkpoint with all tensors on the CPU, building plain types and tensors alone.
 
     The file's SHA-256 must be one of ``digests`` and agree with the one that the file itself ends
     with. A file without that one, because the user saved it anew, must have intact records. With
-    ``mmap`` the tensors stay in the file: for a look, not to go on with. Raises
-    ``UnusableCheckpointError`` for all that is not a whole ampctl checkpoint of this version.
+    ``mmap`` the tensors stay in the file: for a look, not to go on with. ``follow``: the path may
+    be a link. Raises ``UnusableCheckpointError`` for all that is not a whole ampctl checkpoint of
+    this version.
     """
-    with open_regular(path) as file:
+    with open_regular(path, follow=follow) as file:
         sealed = _check_bytes(path, file, digests, passed)
         file.seek(0)
         # Every byte sequence must end in words, and zipfile and torch.load raise a dozen types for
         # hostile ones: all of them are the file's fault, named here with the cause chained.
         try:
+            archive.examine(file, comment=_SEAL_SIZE if sealed else 0)
             record = None if sealed else zipfile.ZipFile(file).testzip()
             if record is not None:
                 raise damaged(path, f"its record {record} fails its CRC-32")
-            archive.examine(file, comment=_SEAL_SIZE if sealed else 0)
             file.seek(0)
             source = _itself(file, path) if mmap else file
             # Asked for, since torch 2.10 would take any index of a sparse tensor for a good one.
@@ -162,7 +166,7 @@ def read(
             payload = archive.settled(loaded)
         except CheckpointError:
             raise
-        except archive.ForgedError as error:
+        except ForgedError as error:
             raise damaged(path, f"{error}") from error
         except pickle.UnpicklingError as error:
             raise _unsafe(path, error) from error
@@ -217,16 +221,15 @@ class _Sink:
         self._digest.update(data)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, *, follow: bool) -> BufferedReader:
     """Open a file to read it; raise UnusableCheckpointError if it is none, or cannot be opened."""
     try:
-        if path.is_dir():
-            raise UnusableCheckpointError(
-                path, "it is a folder", "name a checkpoint file or a run folder"
-            )
-        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            raise UnusableCheckpointError(path, "it is not a regular file", NAME_ANOTHER)
-        return path.open("rb")
+        return files.open_to_read(path, follow=follow)
+    except IsADirectoryError as error:
+        advice = "name a checkpoint file or a run folder"
+        raise UnusableCheckpointError(path, "it is a folder", advice) from error
+    except files.UnfitFileError as error:
+        raise UnusableCheckpointError(path, f"{error.strerror}", NAME_ANOTHER) from error
     except FileNotFoundError as error:
         raise UnusableCheckpointError(
             path, "there is no such file", "check the path, or name the run folder"
@@ -237,7 +240,7 @@ def open_regular(path: Path) -> BinaryIO:
         ) from error
 
 
-def _itself(file: BinaryIO, path: Path) -> str:
+def _itself(file: BufferedReader, path: Path) -> str:
     """Name an open file, for what opens it anew: its path may lead to another one by now."""
     name = f"/proc/self/fd/{file.fileno()}"
     return name if os.path.exists(name) else f"{path}"
@@ -260,7 +263,7 @@ def _unsafe(path: Path, error: pickle.UnpicklingError) -> UnusableCheckpointErro
 
 
 def _check_bytes(
-    path: Path, file: BinaryIO, digests: Collection[str] | None, passed: Passed
+    path: Path, file: BufferedReader, digests: Collection[str] | None, passed: Passed
 ) -> bool:
     """Raise if the bytes are not those that were written; tell if the file itself proves it."""
     size = os.fstat(file.fileno()).st_size
@@ -289,17 +292,17 @@ def _check_bytes(
     return False
 
 
-def _fingerprint(file: BinaryIO, size: int, passed: Passed) -> tuple[str, str, bytes]:
+def _fingerprint(file: BufferedReader, size: int, passed: Passed) -> tuple[str, str, bytes]:
     """Return the SHA-256 of all but the tail, that of all, and the tail, as long as a seal is."""
     hashed = hashlib.sha256()
     left = max(size - _SEAL_SIZE, 0)
     block = memoryview(bytearray(min(_BLOCK, max(left, 1))))
-    while left and (count := file.readinto(block[: min(left, len(block))])):  # type: ignore[attr-defined]
+    while left and (count := file.readinto(block[: min(left, len(block))])):
         hashed.update(block[:count])
         left -= count
         passed(size - left, size)
     body = hashed.hexdigest()
-    tail = file.read()
+    tail = file.read(_SEAL_SIZE)
     hashed.update(tail)
     return body, hashed.hexdigest(), tail
 

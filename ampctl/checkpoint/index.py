@@ -16,11 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ampctl.checkpoint import disk, file, parts
+from ampctl import files
+from ampctl.checkpoint import disk, file, identity, parts
 
-FOLDER = "checkpoints"
+FOLDER = identity.FOLDER
 INDEX = "index.json"
 NONFINITE = ".nonfinite"
+
+_MOST_BYTES = 1 << 24
 
 Notify = Callable[[str], None]
 """Says a line to the user."""
@@ -78,7 +81,7 @@ def read_index(run_dir: Path, notify: Notify = log_warning) -> list[Entry]:
 def parse_index(folder: Path) -> list[Entry] | None:
     """Return the entries whose file is in the folder; None if the index is missing or damaged."""
     try:
-        raw_rows = json.loads((folder / INDEX).read_bytes())
+        raw_rows = json.loads(content(folder))
         rows = [_entry(raw) for raw in raw_rows] if isinstance(raw_rows, list) else []
     except (
         OSError,
@@ -120,7 +123,7 @@ def is_current(folder: Path, entries: Sequence[Entry]) -> bool:
 def content(folder: Path) -> bytes:
     """Return the bytes of the index, which change with every save; none if it cannot be read."""
     try:
-        return (folder / INDEX).read_bytes()
+        return files.read(folder / INDEX, most=_MOST_BYTES)
     except OSError:
         return b""
 
@@ -152,10 +155,13 @@ def _entry(raw: dict[str, Any]) -> Entry:
 
 def _examine(path: Path, notify: Notify) -> Entry | None:
     try:
-        payload = parts.read(path, None, mmap=True)
+        payload = identity.read(path, None, mmap=True)
     except file.UnusableCheckpointError as error:
         notify(f"checkpoint {path.name} cannot be used ({error.reason}); it is left out")
         return None
+    run = identity.of_folder(path.parent.parent)
+    if run is not None and identity.of_facts(payload["environment"]) is None:
+        notify(f"{path.name} was saved by an older ampctl: nothing in it tells which run it is of")
     facts = path.stat()
     metrics = payload.get("metrics")
     return Entry(

@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ampctl import files
+from ampctl.checkpoint import disk
+from ampctl.checkpoint.links import require_own_folders
 from ampctl.errors import MachineError, UsageError
 
 LOCK_FILE = ".lock"
@@ -24,9 +27,10 @@ _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 def hold(run_dir: Path) -> Iterator[None]:
     """Hold a run folder, made if need be, as the only run that writes there.
 
-    Raises ``UsageError`` naming the run that holds it already. On a file system without locks the
-    folder is used unlocked, with a warning.
+    Raises ``UsageError`` naming the run that holds it already, ``CheckpointError`` if a folder in
+    it is a link. On a file system without locks the folder is used unlocked, with a warning.
     """
+    require_own_folders(run_dir)
     held: list[int] = []
 
     def let_go() -> None:
@@ -51,11 +55,11 @@ def hold(run_dir: Path) -> Iterator[None]:
 def _open(run_dir: Path) -> int:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return os.open(
-            run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
-        )
+        return files.descriptor(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT)
     except FileExistsError as error:
         raise UsageError(f"{run_dir} is a file; --run-dir names a folder") from error
+    except (files.UnfitFileError, IsADirectoryError) as error:
+        raise disk.fault(run_dir / LOCK_FILE, error, 0) from error
     except OSError as error:
         raise MachineError(
             f"cannot write in {run_dir}: {error.strerror}; give another --run-dir"

@@ -2,8 +2,8 @@
 
 ``state.pt`` in it is a checkpoint file as `file` writes it, with the sharded tensors left empty,
 and with size and SHA-256 of each part. The parts are written and read by
-``torch.distributed.checkpoint``, so that any number of ranks can read them; its pickled index is
-read as data that may be hostile. The functions that take a path know both forms.
+``torch.distributed.checkpoint``, so that any number of ranks can read them. The functions that
+take a path know both forms.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from __future__ import annotations
 import io
 import logging
 import os
-import pickle
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ampctl import files
 from ampctl.checkpoint import archive, disk, file
 from ampctl.checkpoint.file import Passed, UnusableCheckpointError, Written, unseen
+from ampctl.checkpoint.parts_index import read_metadata
 from ampctl.distributed.failure import comes_of_others, is_timeout
 from ampctl.distributed.ranks import Writers
 from ampctl.distributed.shard import is_sharded, spread
@@ -35,22 +36,8 @@ PARTS = "parts"
 """The key of ``state.pt`` that tells of the parts."""
 
 _METADATA = ".metadata"
+_MOST_METADATA = 1 << 28
 _PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},
-}
 
 
 def is_folder(path: Path) -> bool:
@@ -85,7 +72,12 @@ def write_part(path: Path, shards: Mapping[str, Tensor], writers: Writers) -> No
 
 
 def read(
-    path: Path, digests: Collection[str] | None, *, mmap: bool = False, passed: Passed = unseen
+    path: Path,
+    digests: Collection[str] | None,
+    *,
+    mmap: bool = False,
+    passed: Passed = unseen,
+    follow: bool = False,
 ) -> dict[str, Any]:
     """Read a checkpoint of either form, as `file.read` does one file.
 
@@ -94,11 +86,13 @@ def read(
     """
     try:
         if not is_folder(path):
-            payload = file.read(path, digests, mmap=mmap, passed=passed)
+            payload = file.read(path, digests, mmap=mmap, passed=passed, follow=follow)
             if PARTS in payload:
                 reason = "it is the smaller part of a checkpoint that several ranks wrote"
                 raise UnusableCheckpointError(path, reason, f"name its folder, step-N{SUFFIX}")
             return payload
+        if path.is_symlink() and not follow:
+            raise UnusableCheckpointError(path, "it is a link", file.NAME_ANOTHER)
         if not path.is_dir():
             raise UnusableCheckpointError(path, "there is no such folder", file.NAME_ANOTHER)
         if not (path / STATE).exists():
@@ -130,8 +124,14 @@ def fill(
     if like is None and not is_folder(path):
         return
     wanted: dict[str, Tensor] = {}
+    room = size(path) if is_folder(path) else 0
 
     def target(key: str, tensor: Tensor) -> Tensor:
+        nonlocal room
+        if tensor.is_meta and like is None:
+            room -= tensor.numel() * tensor.element_size()
+            if room < 0:
+                raise file.damaged(path, "its tensors are larger than its parts")
         return _target(key, tensor, like(key) if like else None, wanted)
 
     from torch.distributed.checkpoint.api import CheckpointException  # no Exception
@@ -289,7 +289,7 @@ def _reader(path: Path, parts: Collection[str]) -> Any:
         """Torch's reader, whose index is data: torch would unpickle whatever stands in it."""
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return _read_metadata(path, parts)
+            return read_metadata(files.read(path / _METADATA, most=_MOST_METADATA), parts)
 
         def _slice_file(self, file: Any, sinfo: Any) -> Any:
             piece = io.BytesIO(super()._slice_file(file, sinfo).read())
@@ -298,49 +298,6 @@ def _reader(path: Path, parts: Collection[str]) -> Any:
             return piece
 
     return Reader(path)
-
-
-def _read_metadata(path: Path, parts: Collection[str]) -> Any:
-    """Read the index of the parts: where each piece of each tensor lies.
-
-    Nothing but tensors is let in (torch would unpickle anything else), and no other file.
-    """
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-
-    metadata = _Unpickler(io.BytesIO((path / _METADATA).read_bytes())).load()
-    if not isinstance(metadata, Metadata):
-        raise ValueError("the index is not one")
-    for kind in metadata.state_dict_metadata.values():
-        if type(kind) is not TensorStorageMetadata:
-            raise ValueError("the index has something that is no tensor")
-    for info in cast(Any, metadata.storage_data).values():
-        if info.relative_path not in parts or getattr(info, "transform_descriptors", None):
-            raise ValueError("the index points at another file")
-    metadata.storage_meta = StorageMeta()
-    return metadata
-
-
-class _Unpickler(pickle._Unpickler):
-    """Builds objects of an index, and nothing else; the classes themselves stay as they are.
-
-    A pickle may give a state to all that it names, and one of `PosixPath` would be that of every
-    path here. Only the unpickler in Python can be told so.
-    """
-
-    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
-
-    def load_build(self) -> None:
-        if callable(self.stack[-2]):  # type: ignore[attr-defined]
-            raise pickle.UnpicklingError("it changes what it names")
-        super().load_build()  # type: ignore[misc]
-
-    dispatch[pickle.BUILD[0]] = load_build
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) == ("torch", "Size") or name in _CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it would import {module}.{name}")
 
 
 def _first_line(error: BaseException) -> str:

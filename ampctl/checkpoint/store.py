@@ -7,7 +7,6 @@ is left to `file`.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ampctl.checkpoint import disk, file, parts
+from ampctl.checkpoint import disk, file, identity, links, parts
 from ampctl.checkpoint.file import Passed, UnusableCheckpointError, unseen
 from ampctl.checkpoint.flight import Flight, Saved
 from ampctl.checkpoint.index import (
@@ -33,7 +32,6 @@ from ampctl.checkpoint.index import (
     read_index,
     write_index,
 )
-from ampctl.checkpoint.links import BEST, LATEST, SUFFIXES, point, removed
 from ampctl.checkpoint.no_run import nothing_saved
 from ampctl.checkpoint.retention import newest, ranked, retained
 from ampctl.distributed.ranks import Writers
@@ -94,7 +92,7 @@ class Store:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for stale in self._folder.glob(".*.tmp"):
-                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+                disk.remove(stale)
         except OSError as error:
             raise disk.fault(self._folder, error, 0) from error
         self._entries = read_index(run_dir, notify)
@@ -231,10 +229,7 @@ class Store:
         )
         last = newest(kept)
         best = ranked(kept, self._monitor, self._mode)[:1]
-        for link, target in ((LATEST, last), (BEST, best[0] if best else None)):
-            for suffix in SUFFIXES:
-                is_it = target is not None and target.file.endswith(suffix)
-                point(self._folder / f"{link}{suffix}", target.file if target and is_it else None)
+        links.point_both(self._folder, last.file if last else None, best[0].file if best else None)
         disk.sync_folder(self._folder)
         dropped = [e for e in self._entries if e not in kept]
         # Under the name of a temporary file a kill leaves nothing that stays for ever.
@@ -282,6 +277,8 @@ def _load_at_last(
     is_run = os.path.isdir(source) and not parts.is_folder(source)
     is_checkpoints = source.name == FOLDER and not os.path.isdir(source / FOLDER)
     run_dir = source.parent if is_checkpoints else source
+    if is_run:
+        links.require_own_folders(run_dir)
 
     def there() -> bytes:
         """Return what changes when a run has saved: its index, or where a link leads to."""
@@ -312,13 +309,13 @@ def _load_newest(run_dir: Path, notify: Notify, look: bool, passed: Passed) -> L
     entries = read_index(run_dir, notify)
     if not entries:
         raise NoCheckpointError(nothing_saved(run_dir))
-    failed = [(name, "someone has removed it") for name in removed(run_dir / FOLDER)]
+    failed = [(name, "someone has removed it") for name in links.removed(run_dir / FOLDER)]
     for entry in reversed(entries):
         if not entry.finite:
             continue
         path = run_dir / FOLDER / entry.file
         try:
-            payload = parts.read(path, [entry.sha256], mmap=look, passed=passed)
+            payload = identity.read(path, [entry.sha256], mmap=look, passed=passed)
         except UnusableCheckpointError as error:
             failed.append((entry.file, error.reason))
             continue
@@ -334,11 +331,12 @@ def _load_newest(run_dir: Path, notify: Notify, look: bool, passed: Passed) -> L
 
 
 def _load_one(source: Path, look: bool, passed: Passed) -> Loaded:
-    path = Path(os.path.realpath(source))  # latest and best are links
+    path = links.followed(source)  # latest and best are links
     index = parse_index(path.parent) or []
     entry = next((e for e in index if e.file == path.name), None)
     named = path if parts.is_folder(path) else source
-    payload = parts.read(named, [entry.sha256] if entry else None, mmap=look, passed=passed)
+    digests = [entry.sha256] if entry else None
+    payload = identity.read(named, digests, mmap=look, passed=passed)
     if not look and (NONFINITE in path.name or (entry and not entry.finite)):
         names = nonfinite({key: payload[key] for key in ("model", "optimizer", "ema")})
         raise UnusableCheckpointError(

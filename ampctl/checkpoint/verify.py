@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctl.checkpoint import file, parts
+from ampctl.checkpoint import file, identity, parts
 from ampctl.checkpoint.abandoned import ABANDONED
 from ampctl.checkpoint.contents import (
     Facts,
@@ -36,6 +36,7 @@ from ampctl.checkpoint.index import (
     parse_index,
     step_files,
 )
+from ampctl.checkpoint.links import followed, require_own_folders
 from ampctl.checkpoint.no_run import nothing_saved
 from ampctl.checkpoint.store import NoCheckpointError
 from ampctl.checkpoint.whereabouts import abandoned_files, links_of, missing_files
@@ -92,6 +93,7 @@ def verify(source: Path, *, passed: Passed = unseen) -> Facts:
         return _one(source, passed)
     is_checkpoints = source.name == FOLDER and not (source / FOLDER).is_dir()
     folder = source if is_checkpoints else source / FOLDER
+    require_own_folders(folder.parent)
     return _run(source, folder, passed)
 
 
@@ -108,7 +110,7 @@ def require_sound(facts: Facts) -> None:
 
 def _one(source: Path, passed: Passed) -> Facts:
     for tries_left in reversed(range(_TRIES)):
-        path = Path(os.path.realpath(source))  # latest and best are links
+        path = followed(source)  # latest and best are links
         index = parse_index(path.parent) or []
         entry = next((e for e in index if e.file == path.name), None)
         named = path if parts.is_folder(path) else source
@@ -215,7 +217,8 @@ def _examine(path: Path, entry: Entry | None, passed: Passed) -> Verdict:
     """Read one checkpoint as a resume would, and look at all that is in it."""
     step, advice, proof = None, file.NAME_ANOTHER, None
     try:
-        payload = parts.read(path, [entry.sha256] if entry else None, mmap=True, passed=passed)
+        digests = [entry.sha256] if entry else None
+        payload = identity.read(path, digests, mmap=True, passed=passed)
         proof = "SHA-256" if entry or file.is_sealed(parts.main_file(path)) else "CRC-32"
         step = payload["progress"].get("step")
         verdict, reason = _content(payload, path, entry)

@@ -8,9 +8,10 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ampctl import files
 from ampctl.checkpoint import file, parts
 from ampctl.checkpoint.abandoned import ABANDONED
-from ampctl.checkpoint.index import INDEX, Entry
+from ampctl.checkpoint.index import INDEX, Entry, content
 from ampctl.checkpoint.links import BEST, LATEST, SUFFIXES
 from ampctl.checkpoint.retention import ranked
 from ampctl.errors import CheckpointError, RecipeError, printable
@@ -36,7 +37,9 @@ def links_of(
                 continue
             target = _target(link, entries)
             links[link.name] = target or "another file"
-            if target is None or not (folder / target).exists():
+            if target is not None and os.path.basename(target) != target:
+                problems.append(f"{link.name}: it leads out of its folder, to {target}")
+            elif target is None or not (folder / target).exists():
                 problems.append(
                     f"{link.name}: it points at {target or 'no file of this run'} and there is none"
                 )
@@ -55,7 +58,7 @@ def _target(link: Path, entries: Sequence[Entry]) -> str | None:
         if link.is_symlink():
             return printable(os.readlink(link))
         digest = parts.digest(link)
-    except FileNotFoundError:  # a run under way has taken it away
+    except (FileNotFoundError, files.UnfitFileError):  # a run under way has taken it away, say
         return None
     return next((entry.file for entry in reversed(entries) if entry.sha256 == digest), None)
 
@@ -79,9 +82,9 @@ def _config(folder: Path, finite: Sequence[Entry]) -> CheckpointConfig | None:
 def missing_files(folder: Path) -> list[tuple[str, str]]:
     """Return the files that the index tells of and that are not there; the last row is "last"."""
     try:
-        rows = json.loads((folder / INDEX).read_bytes())
+        rows = json.loads(content(folder))
         names = [row["file"] for row in rows]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return []
     return [
         ("last" if place == len(names) - 1 else "", printable(name))

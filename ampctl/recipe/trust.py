@@ -1,7 +1,7 @@
 """Whether a recipe out of a checkpoint may import what it names: it may be a stranger's.
 
-It may if all of it is ``safe``, if this user has trained it here before (kept in a private file, as
-ssh keeps known hosts), or if the user says so.
+It may if all of it is ``safe``, if this user has trained it before with code out of the same
+folders (kept in a private file, as ssh keeps known hosts), or if the user says so.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ampctl import files
 from ampctl.errors import CheckpointError, printable
 from ampctl.recipe.load import LoadedRecipe, to_plain
+from ampctl.recipe.origin import folder_of
 from ampctl.recipe.safe import compile_objection, objection
 from ampctl.recipe.schema import TARGET
 from ampctl.recipe.target import blocks
@@ -24,14 +26,14 @@ _MOST_SHOWN = 10
 
 def record(loaded: LoadedRecipe) -> bool:
     """Remember that this user trains this recipe; False where the file cannot be written."""
-    line = f"{_fingerprint(loaded)} {loaded.digest}"
+    line = f"{_fingerprint(loaded)} {_digest(_folders(loaded))}"
     try:
         path = _path()
         if line in _lines(path):
             return True
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # One write of one short line in append mode is atomic: several runs may start at once.
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = files.descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode=0o600)
         try:
             os.write(descriptor, f"{line}\n".encode())
         finally:
@@ -55,14 +57,30 @@ def require_trusted(loaded: LoadedRecipe, *, trust: bool) -> list[str]:
     listing = "\n".join(f"    {line}" for line in found[:_MOST_SHOWN])
     if len(found) > _MOST_SHOWN:
         listing += f"\n    and {len(found) - _MOST_SHOWN} more"
+    if _is_known(loaded):
+        listing += (
+            "\nyou have trained it, but not with the code that is found here (or with an older "
+            "ampctl, which did not note where its code was)"
+        )
     raise CheckpointError(
         "the recipe in this checkpoint is not trusted; it would import and call\n"
         f"{listing}\n"
         "allowed: objects of torch, torchvision, timm, transformers, torchmetrics and ampctl that "
-        "fit their place, and recipes that you have trained here\n"
+        "fit their place, and recipes that you have trained with the code in this folder\n"
         "    if you know where the checkpoint comes from, say --trust (trust=True in Python); or "
         "train that recipe here"
     )
+
+
+def wants_current_folder(saved: LoadedRecipe, loaded: LoadedRecipe, *, trust: bool) -> bool:
+    """Return whether the modules beside the user are to be found, for a recipe that is trusted.
+
+    They may be a stranger's even where the recipe is the user's own: they are wanted by --trust, by
+    the user's own words (``loaded`` is ``saved`` with those), and by a recipe trained with them.
+    """
+    words = set(foreign(loaded)) - (set() if trust else set(foreign(saved)))
+    here = os.path.realpath(os.getcwd())
+    return bool(words) or (_is_recorded(saved) and here in _folders(saved).values())
 
 
 def foreign(loaded: LoadedRecipe) -> list[str]:
@@ -79,28 +97,49 @@ def foreign(loaded: LoadedRecipe) -> list[str]:
 
 
 def _is_recorded(loaded: LoadedRecipe) -> bool:
-    """Tell whether this user has trained this recipe, or one that differs in numbers alone."""
-    try:
-        known = {word for line in _lines(_path()) for word in line.split()}
-    except (OSError, RuntimeError):
-        return False
+    """Return whether this user has trained this recipe with the code that is found now.
+
+    It may be another one in numbers alone.
+    """
+    return [_fingerprint(loaded), _digest(_folders(loaded))] in _words()
+
+
+def _is_known(loaded: LoadedRecipe) -> bool:
+    """Return whether this user has trained this recipe with whatever code."""
+    known = {word for words in _words() for word in words}
     return bool({_fingerprint(loaded), loaded.digest} & known)
+
+
+def _folders(loaded: LoadedRecipe) -> dict[str, str | None]:
+    """Return in which folder the module of each target is; that of a link is where the link is."""
+    targets = {f"{block[TARGET]}" for _, block in blocks(to_plain(loaded.recipe))}
+    return {target: folder_of(target) for target in sorted(targets)}
 
 
 def _fingerprint(loaded: LoadedRecipe) -> str:
     """Digest what steers the code of a recipe: the targets and their arguments but for numbers."""
-    steering = [[key, _without_numbers(block)] for key, block in blocks(to_plain(loaded.recipe))]
+    steering = [[key, _marks(block)] for key, block in blocks(to_plain(loaded.recipe))]
     if isinstance(loaded.recipe.train.compile, Mapping):
-        steering.append(["train.compile", _without_numbers(to_plain(loaded.recipe.train.compile))])
-    return hashlib.sha256(json.dumps(steering, sort_keys=True).encode()).hexdigest()
+        steering.append(["train.compile", _marks(to_plain(loaded.recipe.train.compile))])
+    return _digest(steering)
 
 
-def _without_numbers(value: Any) -> Any:
+def _marks(value: Any) -> Any:
+    """Return a value with a mark of its kind at each place; numbers other than 0 are alike.
+
+    A 0 or a null may switch off what a 1 switches on.
+    """
     if isinstance(value, dict):
-        return {name: _without_numbers(item) for name, item in value.items()}
+        return {name: _marks(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_without_numbers(item) for item in value]
-    return value if isinstance(value, str | bool) else None
+        return ["list", *(_marks(item) for item in value)]
+    if isinstance(value, str | bool) or value is None:
+        return [type(value).__name__, value]
+    return ["number", value != 0]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _path() -> Path:
@@ -109,11 +148,21 @@ def _path() -> Path:
     return folder / "ampctl" / "trained-recipes"
 
 
+def _words() -> list[list[str]]:
+    """Return what is recorded: of each recipe its fingerprint, and the digest of its folders."""
+    try:
+        return [line.split() for line in _lines(_path())]
+    except (OSError, RuntimeError):
+        return []
+
+
 def _lines(path: Path) -> list[str]:
     """Read the file; one that others may write is not believed."""
     try:
-        status = path.stat()
+        with files.open_to_read(path, follow=True) as file:
+            status = os.fstat(file.fileno())
+            is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+            content = file.read() if is_private else b""
     except FileNotFoundError:
         return []
-    is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
-    return path.read_text(encoding="ascii", errors="replace").splitlines() if is_private else []
+    return content.decode("ascii", "replace").splitlines()

@@ -110,9 +110,10 @@ def _too_big(where: str) -> RecipeError:
 
 
 class _Loader(yaml.BaseLoader):
-    """PyYAML's composer without its YAML 1.1 value rules, bounded in depth."""
+    """PyYAML's composer without its YAML 1.1 value rules, bounded in depth and size."""
 
     depth = 0
+    composed = 0
 
     def resolve(self, kind: type, value: Any, implicit: Any) -> Any:
         if kind is yaml.ScalarNode:
@@ -121,9 +122,13 @@ class _Loader(yaml.BaseLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.depth += 1
-        if self.depth > MAX_DEPTH:
+        self.composed += 1
+        if self.depth > MAX_DEPTH or self.composed > MAX_NODES:
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem=f"nested deeper than {MAX_DEPTH}", problem_mark=mark)
+            what = f"nested deeper than {MAX_DEPTH}"
+            if self.composed > MAX_NODES:
+                what = f"holds more than {MAX_NODES:,} values"
+            raise yaml.MarkedYAMLError(problem=what, problem_mark=mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import mmap
 import os
 import time
 from collections.abc import Mapping
@@ -16,8 +15,11 @@ from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import Any
 
-from ampctl import commands
+from ampctl import commands, files
 from ampctl.errors import MachineError, UsageError
+
+_LONGEST = 1 << 22
+"""How many bytes a line may have: an event with thousands of metrics has fewer."""
 
 
 class MetricsFile:
@@ -30,14 +32,14 @@ class MetricsFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._file = -1
         self._encode = json.JSONEncoder(allow_nan=False, default=_plain).encode
         try:
-            self._file = os.open(
-                self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666
-            )
+            self._file = files.descriptor(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            _cut_torn_line(self._file)
         except OSError as error:
+            self.close()
             raise self._fault(error) from error
-        _cut_torn_line(self._file)
 
     def write(self, /, event: str, step: int, **fields: Any) -> None:
         """Append one event, with the Unix time in seconds as its last field."""
@@ -72,6 +74,8 @@ class MetricsFile:
 
     def _fault(self, error: OSError) -> MachineError:
         mend = "Make room or give the right to write there"
+        if isinstance(error, files.UnfitFileError):
+            mend = "Move it away"
         if error.errno == errno.EFBIG:
             mend = "Raise the limit to the size of a file (`ulimit -f`)"
         return MachineError(
@@ -86,46 +90,55 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     A value that was not finite is still its text: `float(value)` gives the number back. A torn
     last line is left out; any other line that is not a JSON object raises UsageError.
     """
+    events: list[dict[str, Any]] = []
+    wrong: tuple[int, bytes] | None = None
     try:
-        content = Path(path).read_bytes()
+        with files.open_to_read(Path(path), follow=True) as file:
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST), b""), start=1):
+                if wrong is not None and line.endswith(b"\n"):
+                    break
+                event = _parse(line) if line.endswith(b"\n") else None
+                if event is not None:
+                    events.append(event)
+                else:
+                    wrong = wrong or (number, line[:60].rstrip(b"\n"))
+            else:
+                wrong = None  # it is the torn end
     except OSError as error:
         raise UsageError(
             f"{path}: the metrics cannot be read: {error.strerror}.\n"
             "    Name the metrics.jsonl of a run folder."
         ) from error
-    # What follows the last newline is "" in a whole file and the torn line in another.
-    lines = content.split(b"\n")[:-1]
-    events = []
-    for number, line in enumerate(lines, start=1):
-        event = _parse(line)
-        if event is not None:
-            events.append(event)
-        elif number < len(lines):
-            raise UsageError(
-                f"{path}:{number}: not a JSON object: {line[:60].decode(errors='replace')!r}.\n"
-                "    Each line of a metrics.jsonl is one; remove this line to read the others."
-            )
+    if wrong is not None:
+        number, start = wrong
+        raise UsageError(
+            f"{path}:{number}: not a JSON object: {start.decode(errors='replace')!r}.\n"
+            "    Each line of a metrics.jsonl is one; remove this line to read the others."
+        )
     return events
 
 
 def _cut_torn_line(file: int) -> None:
-    """Cut off a last line that does not end, or is not a JSON object."""
+    """Cut off a last line that does not end, or is not a JSON object.
+
+    Raises UnfitFileError if it is longer than any that a run writes.
+    """
     size = os.fstat(file).st_size
-    if size == 0:
-        return
-    with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as content:
-        end = content.rfind(b"\n") + 1
-        if end == size:
-            start = content.rfind(b"\n", 0, size - 1) + 1
-            end = start if _parse(content[start:]) is None else size
-    if end < size:
-        os.ftruncate(file, end)
+    tail = os.pread(file, _LONGEST, max(size - _LONGEST, 0))
+    end = tail.rfind(b"\n") + 1
+    if end == len(tail):
+        start = tail.rfind(b"\n", 0, -1) + 1
+        end = start if _parse(tail[start:]) is None else end
+    if end == 0 and size > len(tail):
+        raise files.UnfitFileError(errno.EINVAL, f"its last line has {_LONGEST:,} bytes or more")
+    if end < len(tail):
+        os.ftruncate(file, size - len(tail) + end)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # that of brackets in brackets
         return None
     return value if isinstance(value, dict) else None
 

@@ -13,12 +13,13 @@ from typing import Any
 
 from ampctl import commands
 from ampctl.checkpoint import disk, lock
+from ampctl.checkpoint.identity import ENVIRONMENT
 from ampctl.checkpoint.index import FOLDER as CHECKPOINTS
+from ampctl.checkpoint.links import followed
 from ampctl.checkpoint.lock import LOCK_FILE
 from ampctl.errors import UsageError
 
 RECIPE = "recipe.yaml"
-ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 LOGS = Path("logs")
 ROOT = Path("runs")
@@ -46,8 +47,11 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def run_of(source: Path) -> Path | None:
-    """Return the run folder that a path is, or that has it among its checkpoints; else None."""
-    inside = Path(os.path.realpath(source))  # latest and best are links
+    """Return the run folder that a path is, or that has it among its checkpoints; else None.
+
+    Raises CheckpointError for a link that leads out of a run.
+    """
+    inside = followed(source)  # latest and best are links
     places = [source] if inside.name != CHECKPOINTS else [source, inside.parent]
     if inside.parent.name == CHECKPOINTS:
         places.append(inside.parent.parent)

@@ -99,7 +99,7 @@ def build(
 
 
 def _is_safetensors(path: Path) -> bool:
-    with open_regular(path) as file:
+    with open_regular(path, follow=True) as file:
         return is_safetensors(path, file.read(9), file.seek(0, os.SEEK_END))
 
 
@@ -109,7 +109,7 @@ def _tensors(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with open_regular(path) as file:
+    with open_regular(path, follow=True) as file:
         head, size = file.read(8), file.seek(0, os.SEEK_END)
     try:
         return dict(load_file(path))

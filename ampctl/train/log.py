@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ampctl import files
 from ampctl.checkpoint import disk
 from ampctl.checkpoint.flight import Saved
 from ampctl.checkpoint.room import shortage
@@ -280,18 +281,13 @@ def _memory_mb(device: torch.device) -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def _through_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
 class _LogFile(logging.FileHandler):
     """A log that loses lines where there is no room for them; what matters is told elsewhere."""
 
     def _open(self) -> TextIOWrapper:
-        # A run folder may be a stranger's, with a link in it to a file of the user.
-        return open(
-            self.baseFilename, "a", encoding="utf-8", errors="replace", opener=_through_no_link
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        file = files.descriptor(Path(self.baseFilename), flags)
+        return os.fdopen(file, "a", encoding="utf-8", errors="replace")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Print no traceback for a disk that is full; the next event stops the run in words."""

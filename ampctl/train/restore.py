@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -11,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ampctl import commands
+from ampctl import commands, files
 from ampctl.build import Job
-from ampctl.checkpoint import parts
+from ampctl.checkpoint import identity, parts
 from ampctl.checkpoint.file import NAME_ANOTHER, UnusableCheckpointError
 from ampctl.checkpoint.index import Entry
 from ampctl.checkpoint.store import Loaded, load
@@ -24,6 +25,7 @@ from ampctl.optim import make_skippable
 from ampctl.recipe import current_folder, trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.schema import Block, Recipe, by_name
+from ampctl.recipe.yaml_source import MAX_BYTES
 from ampctl.train.across_ranks import nonfinite_names
 from ampctl.train.folder import RECIPE
 
@@ -55,9 +57,8 @@ def read(
 ) -> tuple[Loaded, LoadedRecipe, LoadedRecipe]:
     """Read a checkpoint, the recipe in it, and that recipe with overrides.
 
-    The current folder is opened to imports if the recipe was trusted with more than what is built
-    for anybody, or the overrides name such things. Raises CheckpointError if the checkpoint cannot
-    be used or trusted, RecipeError for an override.
+    The current folder is opened to imports where `trust.wants_current_folder` says so. Raises
+    CheckpointError if the checkpoint cannot be used or trusted, RecipeError for an override.
     """
     found = load(source, notify=notify, in_parts=in_parts)
     text, name = found.payload["recipe"], f"recipe of {found.path.name}"
@@ -65,7 +66,7 @@ def read(
     for line in trust.require_trusted(saved, trust=trusted):
         notify(f"trusted: {line}")
     loaded = parse_recipe(text, where=name, overrides=overrides)
-    if trust.foreign(loaded):
+    if trust.wants_current_folder(saved, loaded, trust=trusted):
         current_folder.open_current_folder()
     return found, saved, loaded
 
@@ -78,6 +79,16 @@ def saved_recipe(found: Loaded) -> LoadedRecipe:
         first = f"{error.problems[0]}".splitlines()[0]
         reason = f"its recipe cannot be read ({first[:200]})"
         raise UnusableCheckpointError(found.path, reason, NAME_ANOTHER) from error
+
+
+def run_id(run_dir: Path, origin: Origin | None) -> str:
+    """Return the identity of the run in a folder: a new one, if none has begun there."""
+    found = identity.of_folder(run_dir)
+    if found is None and origin is not None:
+        home = origin.path.parent.parent
+        if os.path.realpath(home) == os.path.realpath(run_dir):
+            found = identity.of_facts(origin.payload["environment"])
+    return found or identity.new()
 
 
 def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
@@ -212,8 +223,9 @@ def _start_anew(path: Path, text: str, loaded: LoadedRecipe, options: str) -> li
         recipe = ""
     if not recipe:
         of_run = path.parent.parent / RECIPE
-        with suppress(OSError, UnicodeError):
-            recipe = f"{of_run}" if of_run.read_text(encoding="utf-8") == text else ""
+        with suppress(OSError, UnicodeError):  # of half a surrogate pair, which no file holds
+            is_same = files.read(of_run, most=MAX_BYTES) == text.encode()
+            recipe = f"{of_run}" if is_same else ""
     if not recipe:
         recipe = f"{path.stem}.yaml"
         needed.append(f"ampctl inspect {as_argument(path)} --recipe > {as_argument(recipe)}")

@@ -12,7 +12,7 @@ import torch
 
 from ampctl import environment
 from ampctl.build import Job
-from ampctl.checkpoint import lock
+from ampctl.checkpoint import identity, lock
 from ampctl.checkpoint.abandoned import ABANDONED, abandon_after
 from ampctl.checkpoint.elsewhere import Elsewhere
 from ampctl.checkpoint.index import Entry
@@ -46,7 +46,7 @@ from ampctl.train.init_from import InitFrom, build
 from ampctl.train.log import RunLog, log_file
 from ampctl.train.loop import evaluation_was_cut_off, finished, fit
 from ampctl.train.place import Place, joined
-from ampctl.train.restore import Origin, read, restore, saved_recipe
+from ampctl.train.restore import Origin, read, restore, run_id, saved_recipe
 from ampctl.train.run import Run, begun_anew
 from ampctl.train.savable import refuse_unsavable
 from ampctl.train.save import finish, leave_complete, look, open_store
@@ -195,6 +195,7 @@ def _run(
     quiet: bool,
 ) -> None:
     ranks = place.ranks
+    own = run_id(run_dir, origin)
     console = Console(quiet=quiet, rank=ranks.rank)
 
     def warned(text: str) -> None:
@@ -220,6 +221,7 @@ def _run(
         store = open_store(job, run_dir, origin, writers, console)
         # A commit tells of code that nothing here can import; and git runs what a repository says.
         facts = environment.collect(str(job.state.device), with_git=current_folder.is_open())
+        facts[identity.RUN_ID] = own
         if ranks.is_first:
             folder.write_facts(run_dir, loaded.text, facts)
         ranks.wait()  # its folders are there
