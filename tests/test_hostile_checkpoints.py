@@ -524,3 +524,53 @@ def test_the_launcher_refuses_a_hostile_recipe_before_it_starts_ranks(
             ended = start(*command, "--nproc-per-node", "2").wait()
         assert (ended.code, ended.out, ended.err) == (4, "", alone)
     assert not Path("resumed").exists()
+
+
+TINY_BERT = (
+    "{_target_: transformers.BertForSequenceClassification, config: {_target_: "
+    "transformers.BertConfig, vocab_size: 8, hidden_size: 2, num_attention_heads: 1, "
+    "intermediate_size: 2, max_position_embeddings: 8, num_hidden_layers: 1000000000}}"
+)
+MANY = {
+    "layers of a model of transformers": TINY_BERT,
+    "blocks": "{_target_: ampctl.models.GPT, vocab_size: 8, context: 8, width: 2, num_heads: 1, "
+    "num_layers: 1000000000}",
+    "layers of one module": "{_target_: torch.nn.LSTM, input_size: 1, hidden_size: 1, "
+    "num_layers: 1000000000}",
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_c8_a_model_of_far_more_parts_than_weights_is_not_built(
+    kind: str, trained: dict[str, Any]
+) -> None:
+    if "transformers" in MANY[kind]:
+        ALARM.folder = None  # its import may run programs
+        pytest.importorskip("transformers")
+    recipe = re.sub("model: .*", f"model: {MANY[kind]}", RECIPE)
+    write(Path("evil.pt"), records_of({**trained, "recipe": recipe}))
+    said = refused(Path("evil.pt"), ("eval", "resume"))
+    assert "would have more than 10,800 modules, parameters and buffers" in said
+
+
+ABSURD = {
+    "model": "{_target_: torch.nn.Embedding, num_embeddings: 1000000000, embedding_dim: 1000000}",
+    "data.eval": "{_target_: torchvision.datasets.FakeData, size: 100, "
+    "image_size: [100000, 100000, 100000], transform: null}",
+}
+
+
+@pytest.mark.parametrize("key", ABSURD)
+def test_c8_an_allocation_that_fails_is_told(key: str, trained: dict[str, Any]) -> None:
+    pytest.importorskip("torchvision")
+    write(Path("big.pt"), records_of(trained))
+    for argv in (
+        ["eval", "big.pt", f"{key}={ABSURD[key]}"],
+        ["resume", "big.pt", "--run-dir", "r", f"{key}={ABSURD[key]}", "train.max_steps=3"],
+        ["train", "recipe.yaml", "--run-dir", "t", f"{key}={ABSURD[key]}"],
+        ["check", "recipe.yaml", f"{key}={ABSURD[key]}"],
+    ):
+        ended = CliRunner().invoke(app, argv)
+        assert ended.exit_code == 5, (argv, ended.output, ended.exc_info)
+        assert "memory" in ended.stderr
+        assert "Traceback" not in ended.stderr

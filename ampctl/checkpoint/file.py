@@ -23,7 +23,8 @@ import torch
 from ampctl import files
 from ampctl.checkpoint import archive, disk, foreign
 from ampctl.checkpoint.opcodes import ForgedError
-from ampctl.errors import CheckpointError, printable
+from ampctl.errors import CheckpointError, MachineError, printable
+from ampctl.recipe.fault import is_out_of_memory
 
 FORMAT = "ampctl"
 VERSION = 1
@@ -171,6 +172,8 @@ def read(
         except pickle.UnpicklingError as error:
             raise _unsafe(path, error) from error
         except Exception as error:
+            if is_out_of_memory(error):
+                raise MachineError(f"there is not enough memory to read {path}") from error
             raise damaged(path, f"torch cannot decode it ({type(error).__name__})") from error
     return _check_content(path, payload)
 

@@ -29,6 +29,7 @@ from ampctl.distributed.failure import comes_of_others, is_timeout
 from ampctl.distributed.ranks import Writers
 from ampctl.distributed.shard import is_sharded, spread
 from ampctl.errors import MachineError
+from ampctl.recipe.fault import is_out_of_memory
 
 SUFFIX = ".dist"
 STATE = "state.pt"
@@ -150,6 +151,8 @@ def fill(
         why = _first_line(next(iter(error.failures.values()))[0])
         raise file.damaged(path, f"its parts cannot be read ({why})") from error
     except Exception as error:  # as in `file.read`: the bytes are at fault, whatever they are
+        if is_out_of_memory(error):
+            raise MachineError(f"there is not enough memory to read {path}") from error
         raise file.damaged(path, f"its parts cannot be read ({_first_line(error)})") from error
 
 

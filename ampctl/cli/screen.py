@@ -12,6 +12,7 @@ import typer
 
 from ampctl.distributed import failure, member
 from ampctl.errors import AmpctlError, InterruptedRunError, MachineError
+from ampctl.recipe.fault import memory_told
 from ampctl.track.console import silence
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def told() -> Iterator[None]:
     A rank leaves its error, of whatever kind, to its launcher, which tells the first of all ranks.
     """
     try:
-        with _no_sys_exit():
+        with _no_sys_exit(), memory_told():
             yield
     except AmpctlError as error:
         if failure.record(error):

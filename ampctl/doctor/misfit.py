@@ -17,7 +17,7 @@ from ampctl.data.move import tensors
 from ampctl.distributed.failure import comes_of_others
 from ampctl.doctor import torch_errors
 from ampctl.errors import AmpctlError, MachineError, UsageError
-from ampctl.recipe.fault import is_users_own_file
+from ampctl.recipe.fault import is_out_of_memory, is_users_own_file
 from ampctl.task import Task
 
 # Parts that a recipe names; an error raised anywhere else in ampctl is a fault of ampctl.
@@ -38,7 +38,7 @@ def in_words(
     """
     if isinstance(error, AmpctlError) or comes_of_others(error):
         return None
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return MachineError(f"{doing}: out of memory: {error}\n    {_with_less(doing, batches)}")
     if isinstance(error, torch.AcceleratorError):
         return MachineError(f"{doing}: the device failed: {error}")

@@ -7,6 +7,8 @@ import linecache
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ampctl.errors import AmpctlError, MachineError, Problem, RecipeError, printable
@@ -80,9 +82,32 @@ def failure(error: BaseException, doing: str, where: str, key: str, *advice: str
 def _is_machines(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in _MACHINES
+    return is_out_of_memory(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation has failed: of Python, torch, a device or a worker."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(_one(error)))
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(f"{error}"))
+
+
+@contextmanager
+def memory_told() -> Iterator[None]:
+    """Raise MachineError for an allocation that fails; all else comes through."""
+    try:
+        yield
+    except AmpctlError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        lines = "\n    ".join(users_lines(error))
+        raise MachineError(
+            f"out of memory: {_one(error)}\n"
+            + (f"    {lines}\n" if lines else "")
+            + "    Make model, samples or data.micro_batch_size smaller, or take another machine"
+        ) from error
 
 
 def _one(error: BaseException) -> str:

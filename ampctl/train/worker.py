@@ -36,6 +36,7 @@ from ampctl.errors import (
 )
 from ampctl.host_memory import HostMemory
 from ampctl.recipe import current_folder, trust
+from ampctl.recipe.fault import memory_told
 from ampctl.recipe.load import LoadedRecipe, recipe_changes
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
@@ -296,7 +297,7 @@ def _fit(
     if origin is not None:
         run.saved_step = job.state.progress.step
     try:
-        with attendance.explaining():  # before it is told how the run has ended
+        with attendance.explaining(), memory_told():  # before it is told how the run has ended
             job.state.agree()
             _tell_start(run, origin)
             reason = fit(run)
