@@ -17,6 +17,7 @@ from ampctl.amp.modules import set_module_dtypes
 from ampctl.amp.precision import Precision, choose_precision, set_accuracy
 from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
+from ampctl.data.collate import build_collate_fn
 from ampctl.data.loader import EvalData, MapData, TrainData
 from ampctl.data.order import Order
 from ampctl.data.stream import StreamData
@@ -250,6 +251,7 @@ def _build_train_data(loaded: LoadedRecipe, device: torch.device, ranks: Ranks) 
     data = recipe.data
     dataset = build_part(loaded, "data.train", data.train)
     micro = micro_batch_size(recipe, ranks)
+    collate_fn = build_collate_fn(loaded)
     if isinstance(dataset, IterableDataset):
         return StreamData(
             dataset,
@@ -259,6 +261,7 @@ def _build_train_data(loaded: LoadedRecipe, device: torch.device, ranks: Ranks) 
             drop_last=data.drop_last,
             num_workers=data.num_workers,
             ranks=ranks,
+            collate_fn=collate_fn,
         )
     order = Order(
         num_samples=length_of(loaded, "data.train", dataset),
@@ -278,8 +281,8 @@ def _build_train_data(loaded: LoadedRecipe, device: torch.device, ranks: Ranks) 
             "drop_last no step is left",
             "lower data.batch_size, or set data.drop_last=false",
         )
-    pin = device.type == "cuda"
-    return MapData(dataset, order, num_workers=data.num_workers, pin_memory=pin)
+    pin, workers = device.type == "cuda", data.num_workers
+    return MapData(dataset, order, num_workers=workers, pin_memory=pin, collate_fn=collate_fn)
 
 
 def build_eval_data(
@@ -299,6 +302,7 @@ def build_eval_data(
         num_workers=recipe.data.num_workers,
         pin_memory=device.type == "cuda",
         ranks=ranks,
+        collate_fn=build_collate_fn(loaded),
     )
 
 

@@ -34,6 +34,11 @@ class AmpctlError(Exception):
     exit_code = 1
 
 
+def in_full(error: AmpctlError) -> str:
+    """Return an error's message, and what was added to it on its way."""
+    return "\n    ".join([f"{error}", *getattr(error, "__notes__", ())])
+
+
 class UsageError(AmpctlError):
     """The command line, or a folder it names, cannot be used as asked."""
 

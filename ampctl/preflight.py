@@ -12,7 +12,7 @@ from ampctl.recipe.arguments import parameters_of
 from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET, Recipe, block_key, by_name
-from ampctl.recipe.target import locate, problems_of
+from ampctl.recipe.target import TargetError, locate, problems_of
 
 _SCALING = (
     "init_scale",
@@ -55,6 +55,12 @@ def refuse_unknown_targets(loaded: LoadedRecipe) -> None:
         ("task", recipe.task, {}, []),
         ("data.train", recipe.data.train, {}, []),
         ("data.eval", recipe.data.eval, {}, []),
+        (
+            "data.collate_fn",
+            recipe.data.collate_fn,
+            {},
+            [] if is_class(recipe.data.collate_fn) else [soon],  # the samples
+        ),
     ]
     for name, block in by_name(recipe.optimizer).items():
         ours = ("groups", "params") if name else ("groups",)  # what ampctl itself reads
@@ -107,6 +113,14 @@ def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
             yield from _numbers(part, child(key, index))
+
+
+def is_class(block: Mapping[str, Any] | None) -> bool:
+    """Return whether a block names a class; not so if it names nothing that is there."""
+    try:
+        return block is not None and isinstance(locate(f"{block[TARGET]}"), type)
+    except TargetError:
+        return False
 
 
 def unknown_metric(

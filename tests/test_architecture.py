@@ -48,6 +48,7 @@ FLOORS = {
     "models": 1,
     "modes": 1,
     "optim": 1,
+    "own_code": 1,
     "saved": 1,
     "schedules": 1,
     "task": 1,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import typer
 
-from ampctl.distributed import failure, member
-from ampctl.errors import AmpctlError, InterruptedRunError, MachineError
+from ampctl.distributed import failure
+from ampctl.errors import AmpctlError, InterruptedRunError, MachineError, in_full
+from ampctl.own_code import as_text
 from ampctl.recipe.fault import memory_told
 from ampctl.track.console import silence
 
@@ -30,17 +31,15 @@ def told() -> Iterator[None]:
             yield
     except AmpctlError as error:
         if failure.record(error):
-            warn(f"error: {error}")
+            warn(f"error: {in_full(error)}")
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt:
         if failure.record(InterruptedRunError("interrupted")):
             warn("interrupted")
         raise typer.Exit(InterruptedRunError.exit_code) from None
     except Exception as error:
-        if not member.is_rank():
-            raise
         if failure.record(error):
-            warn(failure.as_traceback(error))
+            warn(as_text(error))
         raise typer.Exit(AmpctlError.exit_code) from error
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset, get_worker_info
 
 from ampctl import rng
+from ampctl.data.collate import Collate, Function, listed
 from ampctl.data.order import Request
+from ampctl.data.workers import Raised
+from ampctl.errors import AmpctlError, UsageError
 
 _SAMPLE_STREAM = 2
 
@@ -21,8 +24,8 @@ class Fetcher:
     """Read micro-batches of a map-style dataset.
 
     A ``TensorDataset`` gives a batch by one gather a tensor. A dataset with ``__getitems__`` is
-    asked for all indices at once: a list it returns is collated, anything else is the batch. A
-    dataset's own ``collate_fn`` attribute is used where there is one.
+    asked for all indices at once: a list it returns is collated, anything else is the batch. How
+    see ``collate``. ``key`` is what the dataset is called in messages.
 
     Seeding each sample costs more than reading a cheap one, so a batch is first read plainly; if
     that drew from a generator, it is undone and the batch is read again, sample by sample from
@@ -30,15 +33,22 @@ class Fetcher:
     batch itself draws (mixing samples, say) follows from the micro-batch's place.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        collate_fn: Function | None = None,
+        key: str = "data.train",
+    ) -> None:
         self.dataset = dataset
+        self.key = key
         self.seed = seed
         self.draws = False
         self._makes_batches = False
         self._probe = rng.DrawProbe()
         self._tensors = dataset.tensors if type(dataset) is TensorDataset else None
         self._getitems = getattr(dataset, "__getitems__", None)
-        self._collate = getattr(dataset, "collate_fn", None) or default_collate
+        self._collate = Collate(dataset, collate_fn, key)
 
     def __getitem__(self, request: Request) -> Any:
         """Return the batch of a request, on the host."""
@@ -66,21 +76,60 @@ class Fetcher:
     def _read(self, request: Request) -> Any:
         indices = request.indices.tolist()
         if self._getitems is None:
-            return self._collate([self.dataset[index] for index in indices])
-        samples = self._getitems(indices)
+            return self._collate(self._samples(request, seeded=False), indices)
+        try:
+            samples = self._getitems(indices)
+        except Exception as error:
+            self._note(error, f"samples {listed(indices)}")
+            raise
         self._makes_batches = not isinstance(samples, list)
-        return samples if self._makes_batches else self._collate(samples)
+        if samples is None:
+            kind = type(self.dataset).__name__
+            raise UsageError(
+                f"{self.key}: {kind}.__getitems__ returned None for samples {listed(indices)}; it "
+                "must return the list of samples, or the batch"
+            )
+        return samples if self._makes_batches else self._collate(samples, indices)
 
     def _read_seeded(self, request: Request) -> Any:
         if self._makes_batches:
             rng.seed_host(rng.mix(self.seed, _SAMPLE_STREAM, request.epoch, request.position))
             return self._read(request)
-        samples = []
-        for place, index in enumerate(request.indices.tolist(), start=request.position):
-            rng.seed_host(rng.mix(self.seed, _SAMPLE_STREAM, request.epoch, place))
-            samples.append(self.dataset[index])
+        samples = self._samples(request, seeded=True)
         rng.seed_host(rng.mix(self.seed, _SAMPLE_STREAM, request.epoch, request.position, 1))
-        return self._collate(samples)
+        return self._collate(samples, request.indices.tolist())
+
+    def _samples(self, request: Request, *, seeded: bool) -> list[Any]:
+        samples: list[Any] = []
+        index = 0
+        try:
+            for place, index in enumerate(request.indices.tolist(), start=request.position):
+                if seeded:
+                    rng.seed_host(rng.mix(self.seed, _SAMPLE_STREAM, request.epoch, place))
+                samples.append(self.dataset[index])
+        except Exception as error:
+            self._note(error, f"sample {index}")
+            raise
+        return samples
+
+    def _note(self, error: Exception, what: str) -> None:
+        if not isinstance(error, AmpctlError):
+            error.add_note(f"reading {what} of {self.key}")
+
+
+class InWorkers:
+    """A fetcher as worker processes use it: what is raised there comes in the place of a batch."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitem__(self, request: Request) -> Any:
+        """Return the batch of a request, or what was raised over it."""
+        try:
+            return self._fetcher[request]
+        except Exception as error:
+            info = get_worker_info()
+            return Raised.of(error, f"data worker {info.id if info else 0}")
 
 
 def identity(batch: Any) -> Any:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ampctl import torch_private
-from ampctl.data.fetch import Fetcher, identity
+from ampctl.data.collate import Function
+from ampctl.data.fetch import Fetcher, InWorkers, identity
 from ampctl.data.order import Order, Request
 from ampctl.data.workers import (
     end_workers,
@@ -90,14 +91,19 @@ class MapData:
     """Training data of a map-style dataset."""
 
     def __init__(
-        self, dataset: Any, order: Order, *, num_workers: int = 0, pin_memory: bool = False
+        self,
+        dataset: Any,
+        order: Order,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        collate_fn: Function | None = None,
     ) -> None:
         self.dataset = dataset
         self.order = order
-        self._in_order = getattr(dataset, "collate_fn", None) is None
-        self._reader = _Reader(
-            Fetcher(dataset, order.seed), num_workers=num_workers, pin_memory=pin_memory
-        )
+        self._in_order = (collate_fn or getattr(dataset, "collate_fn", None)) is None
+        fetcher = Fetcher(dataset, order.seed, collate_fn)
+        self._reader = _Reader(fetcher, num_workers=num_workers, pin_memory=pin_memory)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -151,6 +157,7 @@ class EvalData:
         num_workers: int,
         pin_memory: bool,
         ranks: Ranks = ALONE,
+        collate_fn: Function | None = None,
     ) -> None:
         self.num_samples = len(dataset)
         self._order = Order(
@@ -162,9 +169,8 @@ class EvalData:
             rank=ranks.rank,
             world_size=ranks.size,
         )
-        self._reader = _Reader(
-            Fetcher(dataset, seed), num_workers=num_workers, pin_memory=pin_memory
-        )
+        fetcher = Fetcher(dataset, seed, collate_fn, "data.eval")
+        self._reader = _Reader(fetcher, num_workers=num_workers, pin_memory=pin_memory)
 
     def __len__(self) -> int:
         """Count the batches of a rank, which all ranks have alike."""
@@ -191,7 +197,7 @@ class _Reader:
         self._pin_memory = pin_memory
         if num_workers:
             self._loader = DataLoader(
-                fetcher,  # type: ignore[arg-type]
+                InWorkers(fetcher),  # type: ignore[arg-type]
                 batch_size=None,
                 sampler=self._requests,
                 num_workers=num_workers,

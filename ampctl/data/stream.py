@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from ampctl import rng
+from ampctl.data.collate import Collate, Function
+from ampctl.data.dealt import Dealt, Fingerprint, Opening, Openings
 from ampctl.data.fetch import identity
 from ampctl.data.loader import Borrowed, Window
 from ampctl.data.order import deal
@@ -32,7 +30,7 @@ _STREAM = 3
 class StreamData:
     """Deal the samples of an IterableDataset to optimizer steps, in the order they come.
 
-    Every rank reads all of them and takes its part.
+    Every rank reads all of them and takes its part; for its workers see ``dealt``.
 
     What the dataset draws from the global generators comes from a stream of its own, a function
     of (seed, epoch), so that it never mixes with the training's. To go on in the middle of an
@@ -52,6 +50,7 @@ class StreamData:
         drop_last: bool = False,
         num_workers: int = 0,
         ranks: Ranks = ALONE,
+        collate_fn: Function | None = None,
     ) -> None:
         require_reasonable(num_workers)
         self._ranks = ranks
@@ -61,7 +60,7 @@ class StreamData:
         self._seed = seed
         self._drop_last = drop_last
         self._num_workers = num_workers
-        self._collate = getattr(dataset, "collate_fn", None) or default_collate
+        self._collate = Collate(dataset, collate_fn, "data.train")
         self.keeps_state = (
             hasattr(dataset, "state_dict")
             and hasattr(dataset, "load_state_dict")
@@ -71,6 +70,7 @@ class StreamData:
         self._ended = False
         self._restored = False
         self._workers: Any = None
+        self._openings = Openings(num_workers)
         self._is_compared = False
 
     def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
@@ -92,18 +92,17 @@ class StreamData:
             begin = (step + first_step - skipped) * self._batch_size
             batches, places = [], []
             for low, high, borrowed in deal(len(samples), size, ranks.rank, ranks.size):
-                batch = self._collate(samples[low:high])
+                batch = self._collate(samples[low:high], range(begin + low, begin + high))
                 batches.append(Borrowed(batch) if borrowed else batch)
                 places.append(range(begin + low, begin + high))
-            in_order = self._collate is default_collate
-            yield Window(batches, places, in_order=in_order), len(samples)
+            yield Window(batches, places, in_order=self._collate.keeps_order), len(samples)
 
     def _require_the_same(self, samples: list[Any]) -> None:
         """Raise UsageError if other ranks read other samples, in the first step that is read."""
         if self._is_compared or self._ranks.size == 1:
             return
         self._is_compared = True
-        every = self._ranks.gather(_fingerprint(samples))
+        every = self._ranks.gather(Fingerprint.of(samples).digest)
         other = next((rank for rank, each in enumerate(every) if each != every[0]), None)
         if other is not None:
             raise UsageError(
@@ -146,20 +145,25 @@ class StreamData:
     def _next(self, samples: Iterator[Any]) -> Any:
         if not self._num_workers:
             return next(samples)
-        return next_batch(samples, lambda *_: "its part of the stream")
+        while True:
+            sample = next_batch(samples, lambda *_: "its part of the stream")
+            if not isinstance(sample, Opening):
+                return sample
+            self._openings.take(sample)
 
     def _open(self, epoch: int) -> Iterator[Any]:
         if not self._num_workers:
             return iter(self.dataset)
         seed = rng.mix(self._seed, _STREAM, epoch)
         loader = DataLoader(
-            self.dataset,
+            Dealt(self.dataset, seed),
             batch_size=None,
             num_workers=self._num_workers,
             collate_fn=identity,
-            worker_init_fn=partial(_start_worker, seed),
+            worker_init_fn=start_worker,
             generator=torch.Generator().manual_seed(seed),
         )
+        self._openings = Openings(self._num_workers)
         workers: Iterator[Any] = start_workers(loader)
         self._workers = workers
         return workers
@@ -187,29 +191,3 @@ class StreamData:
         if self._workers is not None:
             end_workers(self._workers)
             self._workers = None
-
-
-def _start_worker(seed: int, worker: int) -> None:
-    start_worker(worker)
-    rng.seed_host(rng.mix(seed, worker))
-
-
-def _fingerprint(samples: list[Any]) -> str:
-    """Return a digest of the numbers and texts in samples; what else they hold is passed over."""
-    digest = hashlib.sha256()
-
-    def take(value: Any) -> None:
-        if isinstance(value, Tensor):
-            digest.update(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
-        elif isinstance(value, np.ndarray):
-            digest.update(np.ascontiguousarray(value).data.cast("B"))
-        elif isinstance(value, str | bytes | int | float):
-            digest.update(f"{value!r}".encode())
-        elif isinstance(value, Mapping):
-            take(list(value.values()))
-        elif isinstance(value, list | tuple):
-            for part in value:
-                take(part)
-
-    take(samples)
-    return digest.hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -15,6 +16,7 @@ from ampctl import torch_private
 from ampctl.distributed.member import STOPPING
 from ampctl.environment import usable_cores
 from ampctl.errors import AmpctlError, UsageError
+from ampctl.own_code import InWorker, as_text, carried
 
 _MOST_PER_CORE, _ALWAYS_ALLOWED = 16, 64
 
@@ -23,6 +25,23 @@ class WorkerError(AmpctlError):
     """A data worker died; the message has its signal and the samples it was reading."""
 
     exit_code = 1
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error on its way from a worker in the place of a batch, with its traceback there."""
+
+    error: Exception
+    traceback: str
+
+    @classmethod
+    def of(cls, error: Exception, doing: str) -> Raised:
+        """Take an error that was raised while doing something, which a note then says."""
+        text = as_text(error)
+        error = carried(error)
+        if not isinstance(error, AmpctlError):
+            error.add_note(f"in {doing}")
+        return cls(error, text)
 
 
 def require_reasonable(num_workers: int) -> None:
@@ -62,18 +81,21 @@ def start_workers(loader: DataLoader[Any]) -> Any:
 
 
 def next_batch(iterator: Any, reading: Callable[[int, int], str]) -> Any:
-    """Return the next batch, or raise WorkerError if a worker died.
+    """Return the next batch, or raise WorkerError if a worker died, and what a worker has raised.
 
     ``reading(worker, num_workers)`` says in words what a worker had been given to read.
     """
     try:
-        return next(iterator)
+        batch = next(iterator)
     # A worker that dies while a batch is on its way breaks the connection instead.
     except (RuntimeError, EOFError, OSError) as error:
         fault = _death(error, iterator, reading)
         if fault is None:
             raise
         raise fault from error
+    if isinstance(batch, Raised):
+        raise batch.error from InWorker(batch.traceback)
+    return batch
 
 
 def end_workers(iterator: Any) -> None:

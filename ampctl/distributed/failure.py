@@ -12,13 +12,19 @@ import os
 import re
 import signal
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampctl.distributed.member import LAUNCHER
-from ampctl.errors import AmpctlError, InterruptedRunError, MachineError, PreemptedError
+from ampctl.errors import (
+    AmpctlError,
+    InterruptedRunError,
+    MachineError,
+    PreemptedError,
+    in_full,
+)
+from ampctl.own_code import as_text
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -88,7 +94,7 @@ def record(error: BaseException) -> bool:
     if not name:  # of srun, say: what all ranks agree on, the first one tells
         return not isinstance(error, _AGREED) or os.environ.get("RANK") in (None, "", "0")
     file = Path(name)
-    text = f"{error}" if isinstance(error, AmpctlError) else as_traceback(error)
+    text = in_full(error) if isinstance(error, AmpctlError) else as_text(error)
     of_peer = _follows_from_a_peer(error)
     content = {
         "message": {
@@ -113,11 +119,6 @@ def record(error: BaseException) -> bool:
     if os.environ.get(LAUNCHER) == f"{os.getppid()}":
         return False
     return _claim(file.parent.parent / ("told-of-peer" if of_peer else "told"))
-
-
-def as_traceback(error: BaseException) -> str:
-    """Return the traceback of an error as the interpreter prints it."""
-    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def cause(failures: Mapping[int, ProcessFailure]) -> RankFailedError:

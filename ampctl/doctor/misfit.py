@@ -15,9 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ampctl.data.move import tensors
 from ampctl.distributed.failure import comes_of_others
-from ampctl.doctor import torch_errors
+from ampctl.doctor import half_precision, torch_errors
 from ampctl.errors import AmpctlError, MachineError, UsageError
-from ampctl.recipe.fault import is_out_of_memory, is_users_own_file
+from ampctl.own_code import own_frames, own_line
+from ampctl.recipe.fault import is_out_of_memory
+from ampctl.state import TrainState
 from ampctl.task import Task
 
 # Parts that a recipe names; an error raised anywhere else in ampctl is a fault of ampctl.
@@ -26,15 +28,20 @@ _PARTS = tuple(Path(__file__).parents[1] / name for name in ("models", "tasks.py
 
 
 def in_words(
-    error: Exception, model: nn.Module, batches: Sequence[Any], *, doing: str
+    error: Exception,
+    model: nn.Module,
+    batches: Sequence[Any],
+    *,
+    doing: str,
+    state: TrainState | None = None,
 ) -> AmpctlError | None:
     """Return an error in words, or None if it is to be raised as it is.
 
     As it is: an error that is in words, one that another rank causes, and a fault of ampctl or of
-    the user's own code, whose author needs the traceback (a file of the user's own is among its
-    frames); if ampctl knows what it means, a note says so below the traceback. ``doing`` says what
-    was going on (``step 12``), ``batches`` what it was about. The traceback of an error that is put
-    into words goes to the run's log file.
+    the user's own code (a file of theirs is among its frames) whose meaning is not known here: its
+    author needs the traceback, below which a note says what was going on. ``doing`` says that
+    (``step 12``), ``batches`` what it was about; with ``state`` a cure is tried on them. The
+    traceback of an error that is put into words goes to the run's log file.
     """
     if isinstance(error, AmpctlError) or comes_of_others(error):
         return None
@@ -48,15 +55,18 @@ def in_words(
         _to_log(error, doing)
         return UsageError(f"{doing}: {compiler}")
     known = torch_errors.meaning(error, steps, model)
-    if any(is_users_own_file(Path(frame.f_code.co_filename)) for frame in frames):
-        if known is not None:
-            error.add_note(f"{doing}: {known}")
-        return None
-    if known is None and not _in_a_part(error, frames):
+    kind: type[UsageError] = UsageError
+    if known is None and state is not None:
+        known = half_precision.explained(error, steps, state, batches)
+        kind = half_precision.HalfPrecisionError
+    if known is None and (own_frames(error) or not _in_a_part(error, frames)):
+        error.add_note(f"in {doing}")
         return None
     _to_log(error, doing)
     if known is not None:
-        return UsageError(f"{doing}: {known}\n    torch says: {str(error).splitlines()[0]}")
+        line = own_line(error)
+        at = f"\n    in your own code: {line}" if line and line.split()[0] not in known else ""
+        return kind(f"{doing}: {known}{at}\n    torch says: {str(error).splitlines()[0]}")
     shapes = "; ".join(_shapes(batch) for batch in batches[:1]) or "none"
     return UsageError(
         f"{doing} failed in {_place(steps, model)}: {type(error).__name__}: {error}\n"

@@ -34,7 +34,6 @@ def meaning(error: Exception, steps: Steps, model: nn.Module) -> str | None:
     return (
         _constant(said, steps, model)
         or _autograd_function(said, steps, model)
-        or _recurrent(said, steps, model)
         or _sharded(said)
         or _anomaly_mode(said)
         or _old_graph(said)
@@ -104,19 +103,6 @@ def _autograd_function(said: str, steps: Steps, model: nn.Module) -> str | None:
         f'@torch.amp.custom_fwd(device_type="{device}") and backward with '
         f'@torch.amp.custom_bwd(device_type="{device}"), below @staticmethod; if the function '
         "needs one dtype, add cast_inputs=torch.float32 to custom_fwd."
-    )
-
-
-def _recurrent(said: str, steps: Steps, model: nn.Module) -> str | None:
-    """A recurrent layer in float16 on a CPU whose oneDNN has no kernel for it."""
-    layer = innermost_module(steps, model, nn.RNNBase)
-    if layer is None or "could not create a primitive" not in said:
-        return None
-    name, kind = layer
-    island = f'amp.modules: {{"{name}": float32}}, or ' if name else ""
-    return (
-        f"this CPU has no kernel for {kind} in half precision (model.{name or kind}). Set {island}"
-        "amp.dtype=bfloat16."
     )
 
 

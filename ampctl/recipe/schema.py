@@ -80,6 +80,9 @@ class DataConfig:
     num_workers: int = key(0, "processes that load data; 0: in the training process", at_least=0)
     shuffle: bool = key(True, "a new order each epoch, a pure function of (seed, epoch)")
     drop_last: bool = key(False, "leave out the last batch of an epoch if it is short")
+    collate_fn: Block | None = key(
+        None, "a function that makes a batch of a list of samples; null: the data set's, or torch's"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

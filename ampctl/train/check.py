@@ -15,6 +15,7 @@ from ampctl.data.loader import EvalData
 from ampctl.distributed.env import choose_device
 from ampctl.doctor import remedy
 from ampctl.doctor.finding import Target
+from ampctl.doctor.half_precision import HalfPrecisionError
 from ampctl.doctor.lone_sample import refuse_lone_sample
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.moved import moved_too_early, what_is_moved
@@ -27,6 +28,7 @@ from ampctl.modes import parts_in_eval_mode
 from ampctl.preflight import unknown_metric
 from ampctl.recipe.current_folder import open_current_folder
 from ampctl.recipe.load import LoadedRecipe
+from ampctl.recipe.schema import DType
 from ampctl.state import StepReport, TrainState
 from ampctl.step import settle, train_step
 from ampctl.track.console import Console
@@ -55,6 +57,23 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
     """
     open_current_folder()
     rehearsed, target = _rehearsal(loaded)
+    try:
+        return _check(loaded, rehearsed, target)
+    except HalfPrecisionError as error:
+        amp = rehearsed.recipe.amp
+        if target is None or amp.dtype == "float32":
+            raise
+        # It is this CPU that cannot run it; the trace has shown what can be known of the target.
+        modules: dict[str, DType] = dict.fromkeys(amp.modules, "float32")
+        in_float32 = replace(amp, dtype="float32", modules=modules)
+        again = replace(rehearsed, recipe=replace(rehearsed.recipe, amp=in_float32))
+        return _check(loaded, again, target, f"{error}".partition(", in float32")[0])
+
+
+def _check(
+    loaded: LoadedRecipe, rehearsed: LoadedRecipe, target: Target | None, why: str = ""
+) -> Facts:
+    """Check a recipe by way of a rehearsal; ``why`` it is in float32, if it was not meant to be."""
     job = build(rehearsed)
     state = job.state
     try:
@@ -85,6 +104,7 @@ def check_recipe(loaded: LoadedRecipe) -> Facts:
     return {
         "recipe": job.recipe.name,
         **_device_and_dtype(loaded, state, target),
+        **({"rehearsal": f"in float32: {why}"} if why else {}),
         "parameters": job.num_parameters,
         "steps": job.total_steps,
         **({"schedule": f"not compared with the run: {unknown}"} if unknown else {}),
@@ -183,7 +203,7 @@ def _step(job: Job, window: list[Any]) -> StepReport:
         report = settle(job.state)
     except Exception as error:
         told = moved_too_early(error, job.state) or in_words(
-            error, job.state.bare, window, doing="the first step"
+            error, job.state.bare, window, doing="the first step", state=job.state
         )
         if told is None:
             raise
@@ -220,7 +240,7 @@ def _first_evaluation(job: Job, data: EvalData) -> dict[str, float]:
                 nothing = error
         raise nothing or UsageError("data.eval: the data set is empty")
     except Exception as error:
-        told = in_words(error, job.state.bare, (), doing="the evaluation")
+        told = in_words(error, job.state.bare, (), doing="the evaluation", state=job.state)
         if told is None:
             raise
         raise told from error

@@ -129,7 +129,7 @@ def _evaluate(
     try:
         metrics = evaluate(state, shown(data) if ranks.is_first else data)
     except Exception as error:
-        told = in_words(error, state.bare, (), doing="the evaluation")
+        told = in_words(error, state.bare, (), doing="the evaluation", state=state)
         if told is None:
             raise
         raise told from error

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 
 from ampctl.build import Job
-from ampctl.data.workers import WorkerError
+from ampctl.data.loader import Window
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.moved import moved_too_early, what_is_moved
 from ampctl.errors import NumericsError, RecipeError, UsageError
@@ -35,14 +36,7 @@ def fit(run: Run) -> str:
     if evaluation_was_cut_off(run.job):
         _boundary(run, epoch_ended=progress.batch_in_epoch == 0)
     while (reason := finished(run.job)) is None:
-        try:
-            _epoch(run)
-        except WorkerError:
-            # It dies between two steps, by a signal meant for the whole job perhaps. Several ranks
-            # could save only together, and the others know nothing of it.
-            if run.job.state.ranks.size == 1:
-                _boundary(run, epoch_ended=False, stopping=True)
-            raise
+        _epoch(run)
     if run.saved_step != progress.step:
         save(run)
     _require_a_use(run, at_most=0)
@@ -68,7 +62,7 @@ def _epoch(run: Run) -> None:
     job, state, progress, log = run.job, run.job.state, run.progress, run.log
     epoch = progress.epoch
     steps_per_epoch = job.train_data.steps_per_epoch
-    for window, samples in job.train_data.windows(epoch, progress.batch_in_epoch):
+    for window, samples in _windows(run):
         run.step_began = time.perf_counter()
         run.attendance.step = progress.step + 1
         run.attendance.doing = f"step {progress.step + 1}"
@@ -80,7 +74,7 @@ def _epoch(run: Run) -> None:
             told = (
                 moved_too_early(error, state)
                 or unused_later(error, state)
-                or in_words(error, state.bare, window, doing=doing)
+                or in_words(error, state.bare, window, doing=doing, state=state)
             )
             if told is None:
                 raise
@@ -110,6 +104,21 @@ def _epoch(run: Run) -> None:
         run.attendance.meet_at_end(ends, progress.batch_in_epoch, progress.samples)
         progress.epoch, progress.batch_in_epoch = epoch + 1, 0
         _boundary(run, epoch_ended=True)
+
+
+def _windows(run: Run) -> Iterator[tuple[Window, int]]:
+    """Yield what is left of the epoch; if the data fail, save first.
+
+    They do so between two steps, by a signal meant for the whole job perhaps. Several ranks could
+    save only together, and the others know nothing of it.
+    """
+    progress = run.progress
+    try:
+        yield from run.job.train_data.windows(progress.epoch, progress.batch_in_epoch)
+    except Exception:
+        if run.job.state.ranks.size == 1 and progress.step:
+            _boundary(run, epoch_ended=False, stopping=True)
+        raise
 
 
 def _due(run: Run) -> bool:
@@ -262,8 +271,10 @@ def _evaluate(run: Run) -> None:
                 run.log.console.warn(f"step {progress.step}: {error}")
             metrics = dict.fromkeys((LOSS, *_watched(run)), math.nan)
         except Exception as error:
+            if run.job.state.ranks.size == 1 and run.saved_step != progress.step:
+                save(run)  # the step before it is done
             doing = f"the evaluation after step {progress.step}"
-            told = in_words(error, run.job.state.bare, (), doing=doing)
+            told = in_words(error, run.job.state.bare, (), doing=doing, state=run.job.state)
             if told is None:
                 raise
             raise told from error

@@ -11,8 +11,9 @@ from ampctl import plain
 from ampctl.build import Job
 from ampctl.checkpoint.elsewhere import Elsewhere
 from ampctl.checkpoint.store import Store
+from ampctl.data.workers import WorkerError
 from ampctl.distributed.ranks import Writers
-from ampctl.errors import first_of
+from ampctl.errors import AmpctlError, UsageError, first_of
 from ampctl.recipe.schema import CheckpointConfig
 from ampctl.track.console import Console
 from ampctl.train import folder
@@ -151,3 +152,14 @@ def finish(run: Run) -> Path | None:
     newest = run.store.wait()
     look(run)
     return newest
+
+
+def note_what_is_saved(run: Run, error: BaseException) -> None:
+    """Add to an error in data, code or recipe where the run can go on once it is mended."""
+    is_theirs = isinstance(error, UsageError | WorkerError) or not isinstance(error, AmpctlError)
+    # What several ranks have saved is for their launcher to say.
+    is_saved = run.saved_step > 0 and not run.set_aside and run.job.state.ranks.size == 1
+    if is_theirs and is_saved and run.resume_command not in f"{error}":
+        error.add_note(
+            f"step {run.saved_step} is saved: `{run.resume_command}` goes on once this is mended"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
@@ -50,7 +51,7 @@ from ampctl.train.place import Place, joined
 from ampctl.train.restore import Origin, read, restore, run_id, saved_recipe
 from ampctl.train.run import Run, begun_anew
 from ampctl.train.savable import refuse_unsavable
-from ampctl.train.save import finish, leave_complete, look, open_store
+from ampctl.train.save import finish, leave_complete, look, note_what_is_saved, open_store
 from ampctl.train.size import no_larger_than
 
 Watch = Callable[[Job], Job]
@@ -305,10 +306,13 @@ def _fit(
         console.finish(words.ending(job, run_dir, reason))
     except BaseException as error:
         code = error.exit_code if isinstance(error, AmpctlError) else 1
+        if not isinstance(error, AmpctlError):  # whole, where the screen shows the user's lines
+            logging.getLogger("ampctl").error("the run ends", exc_info=error)
         with suppress(MachineError):  # a disk without room hides no other error, nor its own cause
             _end_saves(run)
             if ranks.size == 1:  # several would have to put together their parts of its loss
                 log.log_last(run.progress)
+            note_what_is_saved(run, error)
             log.stop(run.progress.step, _REASONS.get(type(error), "error"), code)
         raise
     finally:

@@ -1,0 +1,69 @@
+"""The user's own code in a traceback: the frames that its author looks for, none of ours above.
+
+What is the user's own file is for ``recipe.fault`` to say.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import traceback
+from pathlib import Path
+
+from ampctl.recipe.fault import is_users_own_file
+
+
+class InWorker(Exception):  # noqa: N818 (it is the cause of an error, and holds its traceback)
+    """The traceback, as text, of an error that another process has raised."""
+
+
+def own_frames(error: BaseException) -> traceback.StackSummary:
+    """Return the frames from the first one in a file of the user's own on; none if it has none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    start = next((i for i, each in enumerate(frames) if is_own(each.filename)), len(frames))
+    return traceback.StackSummary.from_list(frames[start:])
+
+
+def own_line(error: BaseException) -> str:
+    """Return the innermost line of the user's own, ``my_data.py:31 in __getitem__``; "" if none."""
+    own = [each for each in own_frames(error) if is_own(each.filename)]
+    return f"{_shown(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def as_text(error: BaseException) -> str:
+    """Return the traceback of an error as the interpreter prints it, from the user's own line on.
+
+    It is whole if no file of the user's own is in it. Of an error that another process has raised
+    it is the traceback there.
+    """
+    if isinstance(error.__cause__, InWorker):
+        return "\n".join([f"{error.__cause__}", *getattr(error, "__notes__", ())])
+    own = own_frames(error)
+    if not own:
+        return "".join(traceback.format_exception(error)).rstrip()
+    head = "Traceback (most recent call last):\n"
+    return "".join([head, *own.format(), *traceback.format_exception_only(error)]).rstrip()
+
+
+def carried(error: Exception) -> Exception:
+    """Return an error as it can go to another process, or one that says the same."""
+    if isinstance(error, StopIteration):  # it would end whatever iterates there
+        return RuntimeError(f"StopIteration was raised{f': {error}' if error.args else ''}")
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+        why = "its class gives another one back"
+    except Exception as fault:  # its class is somebody's own: anything can go wrong
+        why = f"{fault}"
+    return RuntimeError(f"{type(error).__name__}: {error} (which pickle cannot carry: {why})")
+
+
+@functools.cache
+def is_own(file: str) -> bool:
+    """Tell whether a source file is the user's own."""
+    return is_users_own_file(Path(file))
+
+
+def _shown(file: str) -> str:
+    path = Path(file)
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}"
