@@ -12,7 +12,7 @@ def main() -> None:
     close_current_folder()  # before anything is imported that is not Python's or ampctl's own
     import faulthandler
 
-    from ampctl.cli import app
+    from ampctl.cli import app, screen
     from ampctl.distributed import early, member
 
     if sys.argv[1:2] in (["train"], ["resume"]):
@@ -20,7 +20,7 @@ def main() -> None:
     if member.is_rank():
         faulthandler.enable()
         member.end_with_launcher()
-    with member.leaving_at_its_end():
+    with member.leaving_at_its_end(), screen.with_own_lines():
         app(prog_name="ampctl")
 
 

@@ -36,13 +36,22 @@ def as_text(error: BaseException) -> str:
     It is whole if no file of the user's own is in it. Of an error that another process has raised
     it is the traceback there.
     """
-    if isinstance(error.__cause__, InWorker):
-        return "\n".join([f"{error.__cause__}", *getattr(error, "__notes__", ())])
     own = own_frames(error)
-    if not own:
+    if isinstance(error.__cause__, InWorker):
+        above = f"{error.__cause__}\n".removesuffix(_said(error))
+    elif own:
+        above = "".join(["Traceback (most recent call last):\n", *own.format()])
+    else:
         return "".join(traceback.format_exception(error)).rstrip()
-    head = "Traceback (most recent call last):\n"
-    return "".join([head, *own.format(), *traceback.format_exception_only(error)]).rstrip()
+    notes = [f"  ({note})\n" for note in getattr(error, "__notes__", ())]
+    return "".join([above, *notes, _said(error)]).rstrip()
+
+
+def _said(error: BaseException) -> str:
+    """Return the last line of an error's traceback, or lines, without its notes."""
+    last = traceback.TracebackException.from_exception(error)
+    last.__notes__ = None
+    return "".join(last.format_exception_only())
 
 
 def carried(error: Exception) -> Exception:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import typer
 
-from ampctl.distributed import failure
+from ampctl.distributed import failure, member
 from ampctl.errors import AmpctlError, InterruptedRunError, MachineError, in_full
 from ampctl.own_code import as_text
 from ampctl.recipe.fault import memory_told
@@ -38,9 +38,21 @@ def told() -> Iterator[None]:
             warn("interrupted")
         raise typer.Exit(InterruptedRunError.exit_code) from None
     except Exception as error:
+        if not member.is_rank():
+            raise
         if failure.record(error):
             warn(as_text(error))
         raise typer.Exit(AmpctlError.exit_code) from error
+
+
+@contextmanager
+def with_own_lines() -> Iterator[None]:
+    """Show the traceback of a fault from the user's own code on, and end with code 1."""
+    try:
+        yield
+    except Exception as error:
+        warn(as_text(error))
+        raise SystemExit(AmpctlError.exit_code) from error
 
 
 @contextmanager
