@@ -107,10 +107,9 @@ def _epoch(run: Run) -> None:
 
 
 def _windows(run: Run) -> Iterator[tuple[Window, int]]:
-    """Yield what is left of the epoch; if the data fail, save first.
+    """Yield what is left of the epoch; if the data fail, which is between two steps, save first.
 
-    They do so between two steps, by a signal meant for the whole job perhaps. Several ranks could
-    save only together, and the others know nothing of it.
+    Several ranks could save only together, and the others know nothing of it.
     """
     progress = run.progress
     try:
