@@ -49,10 +49,12 @@ class BufferGuard:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.is_kept = False
         self._start_over()
 
     def snapshot(self) -> None:
-        """Remember the buffers as they are."""
+        """Remember the buffers as they are: :attr:`is_kept`, until whoever asked resets it."""
+        self.is_kept = True
         if any(own_buffers(m).get(n) is not t for f in self._flats for m, n, t in f.slots) or any(
             own_buffers(own.module).get(own.name) is not own.tensor
             or (own.snapshot is not None and not _alike(own.tensor, own.snapshot))
@@ -89,6 +91,23 @@ class BufferGuard:
                 torch.where(bad, own.snapshot, current.detach(), out=current.data)
             elif (current is not own.tensor or own.snapshot is not None) and found_inf.item():
                 _put_back(own)  # sync: no kernel chooses between tensors of two shapes
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return what was remembered by the names of the buffers in the model."""
+        held: dict[tuple[int, str], Tensor] = {}
+        for flat in self._flats:
+            parts = torch.split(flat.snapshot, [view.numel() for _, _, view in flat.slots])
+            for (module, name, view), part in zip(flat.slots, parts, strict=True):
+                held[id(module), name] = part.view(view.shape)
+        for own in self._own:
+            if own.snapshot is not None:
+                held[id(own.module), own.name] = own.snapshot
+        return {
+            f"{prefix}.{name}" if prefix else name: held[id(module), name]
+            for prefix, module in self._model.named_modules(remove_duplicate=False)
+            for name in module._buffers
+            if (id(module), name) in held
+        }
 
     def follow_first(self, ranks: Ranks) -> None:
         """Take over the buffers of rank 0, those that a checkpoint holds, as DDP does."""

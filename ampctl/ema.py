@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctl import torch_private
+from ampctl.boundary import Boundary
 from ampctl.distributed.shard import is_sharded, local, regather
 
 _MOST_AT_ONCE = 1 << 24
@@ -34,6 +35,7 @@ class WeightAverage:
             p for p in model.parameters() if p.is_floating_point() or p.is_complex()
         ]
         self._average = [weight.detach().clone() for weight in self._weights]
+        self._is_applied = False
         self._place = {id(weight): place for place, weight in enumerate(self._weights)}
 
     @torch.no_grad()
@@ -61,15 +63,23 @@ class WeightAverage:
                 torch_private.foreach_add_(theirs, moved)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self, boundary: Boundary) -> Iterator[None]:
         """Give the model the averaged weights inside, and its own back afterwards."""
-        self._swap()
+        with boundary.changing():
+            self._swap()
         try:
             yield
         finally:
+            with boundary.changing():
+                self._swap()
+
+    def take_back(self) -> None:
+        """Give the model its own weights back, whatever goes on with the averaged ones."""
+        if self._is_applied:
             self._swap()
 
     def _swap(self) -> None:
+        self._is_applied = not self._is_applied
         for weight, average in zip(self._weights, self._average, strict=True):
             if is_sharded(weight):  # whoever gathers the parts knows their memory
                 mine, other = local(weight.detach()), local(average)
@@ -82,7 +92,8 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict of the bare model that holds the averaged weights."""
-        with self.applied():
+        self._swap()
+        try:
             # The tensors inside keep pointing at the averaged data: detach before the swap back. A
             # sharded one's data goes back, so it is copied.
             return {
@@ -91,6 +102,8 @@ class WeightAverage:
                 else value
                 for name, value in self._model.state_dict().items()
             }
+        finally:
+            self._swap()
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -138,6 +151,7 @@ class OptimizerAverage:
     def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         self._model = model
         self._optimizers = optimizers
+        self._kept: list[Tensor] = []
         for optimizer in optimizers:
             optimizer.train()
 
@@ -145,32 +159,48 @@ class OptimizerAverage:
         """Do nothing: the optimizers move their average as they step."""
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self, boundary: Boundary) -> Iterator[None]:
         """Give the model the weights for evaluation inside, and those of training afterwards."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        trained = [local(each.detach()) for group in groups for each in group["params"]]
-        kept = [each.clone() for each in trained]
-        for optimizer in self._optimizers:
-            optimizer.eval()
-        regather(self._model)
+        with boundary.changing():
+            self._apply()
         try:
             yield
         finally:
-            for optimizer in self._optimizers:
-                optimizer.train()
-            trained = [local(each.detach()) for group in groups for each in group["params"]]
-            for weight, value in zip(trained, kept, strict=True):
-                weight.copy_(value)
-            regather(self._model)
+            with boundary.changing():
+                self.take_back()
+
+    def _apply(self) -> None:
+        self._kept = [each.clone() for each in self._trained()]
+        for optimizer in self._optimizers:
+            optimizer.eval()
+        regather(self._model)
+
+    def take_back(self) -> None:
+        """Give the model its weights of training back, if it has not got them."""
+        kept, self._kept = self._kept, []
+        if not kept:
+            return
+        for optimizer in self._optimizers:
+            optimizer.train()
+        for weight, value in zip(self._trained(), kept, strict=True):
+            weight.copy_(value)
+        regather(self._model)
+
+    def _trained(self) -> list[Tensor]:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [local(each.detach()) for group in groups for each in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict of the bare model that holds the weights for evaluation."""
-        with self.applied():
+        self._apply()
+        try:
             state = self._model.state_dict()
             return {
                 name: value.detach().clone() if isinstance(value, Tensor) else value
                 for name, value in state.items()
             }
+        finally:
+            self.take_back()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing: it follows from the weights and from what the optimizers hold."""

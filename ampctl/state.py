@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from ampctl import rng
 from ampctl.amp.precision import Precision
 from ampctl.amp.scaler import LossScaler
+from ampctl.boundary import Boundary
 from ampctl.buffers import BufferGuard
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import Average
 from ampctl.errors import CheckpointError
+from ampctl.lacking import lacking_of
 from ampctl.load_state import MisfitError, load_model, load_optimizer, require_fit
 from ampctl.pending import Pending
 from ampctl.recipe.schema import AmpConfig
@@ -119,6 +121,7 @@ class TrainState:
     blocks: Sequence[str] = ()
     allows_unused: bool = False
     progress: Progress = field(default_factory=Progress)
+    boundary: Boundary = field(default_factory=Boundary)
     pending: Pending | None = None
     scale_on_host: float = 1.0
     parameters: Sequence[nn.Parameter] = field(init=False)
@@ -180,13 +183,18 @@ class TrainState:
         copies.
         """
         assert self.pending is None, "settle the last step before the state is taken"
+        with self.boundary.changing():  # while the EMA's weights change places with the model's
+            parts = self.parts()
+        return {**parts, **self.rest(self.ranks.gather(rng.get_state(self.device)))}
+
+    def rest(self, generators: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what `state_dict` has beside its large parts, with each rank's ``generators``."""
         schedules = {each.name: each.learning_rate.state_dict() for each in self.updaters}
         return {
-            **self.parts(),
             "scheduler": one_or_by_name(schedules),
             "scaler": self.scaler.state_dict(),
             "progress": asdict(self.progress),
-            "rng": self.ranks.gather(rng.get_state(self.device)),
+            "rng": generators,
             "dtype": self.precision.name,
             "world_size": self.ranks.size,
         }
@@ -215,7 +223,7 @@ class TrainState:
         CheckpointError naming what does not fit.
         """
         optimizers, schedules = self._saved_by_name(saved)
-        missing = _lacking(saved, optimizers)
+        missing = lacking_of(saved, optimizers)
         if missing:
             raise CheckpointError(
                 f"the checkpoint cannot be used: it lacks {', '.join(missing)}; "
@@ -283,38 +291,3 @@ class TrainState:
 def _digest(saved: Mapping[str, Any]) -> list[int]:
     """Return a few numbers that differ from run to run, to seed from."""
     return [int(byte) for byte in saved["rng"][0]["torch"][:8]]
-
-
-def lacking(payload: Mapping[str, Any]) -> list[str]:
-    """Name what a run cannot go on without and a checkpoint with all keys does not hold."""
-    names = payload["progress"].get("optimizer_updates")
-    saved = payload["optimizer"]
-    several = isinstance(names, Mapping) and bool(names)
-    return _lacking(payload, {n: saved.get(n) for n in names} if several else {"": saved})
-
-
-def _lacking(payload: Mapping[str, Any], optimizers: Mapping[str, Any]) -> list[str]:
-    inside = _inside(payload, optimizers)
-    return [what for what, is_there in inside.items() if not is_there]
-
-
-def _inside(payload: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[str, bool]:
-    """Say of what a run cannot go on without whether it is there; the keys themselves are."""
-    groups = [s.get("param_groups") if isinstance(s, dict) else None for s in optimizers.values()]
-    counts = ("step", "updates", "skipped", "consecutive_skips", "epoch", "batch_in_epoch")
-    states = payload["rng"]
-    return {
-        "`optimizer.param_groups`": all(
-            isinstance(each, list) and all(map(_is_group, each)) for each in groups
-        ),
-        "whole numbers in `progress`": all(
-            isinstance(payload["progress"].get(name), int) for name in counts
-        ),
-        "a state in `rng` for each rank": isinstance(states, list)
-        and bool(states)
-        and all(isinstance(s, dict) and {"python", "numpy", "torch"} <= s.keys() for s in states),
-    }
-
-
-def _is_group(group: Any) -> bool:
-    return isinstance(group, dict) and isinstance(group.get("params"), list)

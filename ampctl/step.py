@@ -51,7 +51,9 @@ def train_step(
     gradients.drop(state.parameters)
     if state.shares_buffers:
         state.buffers.follow_first(state.ranks)
+    state.boundary.begin()
     state.buffers.snapshot()
+    state.boundary.end()
     state.untouched.begin()
     before: StepReport | None = None
     rates: dict[str, float] = {}
@@ -61,12 +63,15 @@ def train_step(
         for updaters, loss in backward_passes(state, window, samples):
             if not found:
                 # Schedules and counters must stand before the next update.
+                state.boundary.begin()
                 before = settle(state)
+                state.boundary.end()
             if measure:
                 differs = state.ranks.mean_(loss, alike=state.scaler.current_scale)
                 if differs is not None:
                     figures["scale_differs"] = differs
             figures[key("loss", updaters[0].name if len(updaters) == 1 else "")] = loss
+            state.boundary.begin()  # whoever knows the place in the data ends it
             for updater in updaters:
                 updater.learning_rate.before_update()
                 rates[updater.name] = updater.lr
@@ -78,11 +83,13 @@ def train_step(
             if not state.rewinds:
                 _leave_no_trace(state, updaters, found)
 
+    state.boundary.begin()
     state.progress.step += 1
     moved = state.untouched.end()
     if not found:  # no item, hence no gradient: it is as if the window had not been
         before = settle(state)
         state.buffers.restore(torch.ones_like(state.scaler.current_scale))
+        state.buffers.is_kept = False
         figures = {"scale": state.scaler.current_scale}
         figures |= {"moved": moved} if moved is not None else {}
         state.pending = Pending(state.progress.step, {}, figures, ())
@@ -96,6 +103,7 @@ def train_step(
     elif state.takes_turns:
         state.buffers.restore(overflow)  # from what the task ran after its last turn
     state.scaler.update(overflow)
+    state.buffers.is_kept = False
     figures |= {key("found_inf", name): found_inf for name, found_inf in found.items()}
     figures |= {"scale": state.scaler.current_scale, **peaks.figures()}
     if moved is not None:

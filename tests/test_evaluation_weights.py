@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from ampctl import load_model
+from ampctl.boundary import Boundary
 from ampctl.cli import app
 from ampctl.ema import OptimizerAverage
 from ampctl.recipe.load import load_recipe
@@ -165,7 +166,7 @@ def test_a6_an_evaluation_that_fails_gives_the_weights_of_training_back() -> Non
     before: Tensor = model.weight.detach().clone()
 
     def fails() -> None:
-        with average.applied():
+        with average.applied(Boundary()):
             assert not torch.equal(model.weight, before)
             raise KeyError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,23 +23,24 @@ class Elsewhere:
     def __init__(self, run_dir: Path, *, asynchronous: bool, writers: Writers | None) -> None:
         self._folder = run_dir / FOLDER
         self._writers = writers
-        self._flight = Flight(asynchronous, writers.device if writers else None)
+        self.saved: deque[Saved] = deque()
+        self.flight = Flight(asynchronous, writers.device if writers else None)
 
     def save(self, shards: Mapping[str, Tensor], *, step: int) -> None:
         """Write this rank's part. Waits for the save before it, and raises that one's error."""
         path = self._folder / file_name(step, True, in_parts=True)  # a name for messages
         assert self._writers is not None, "a sharded state has several ranks"
-        self._flight.start(parts.write_part, path, shards, self._writers)
+        self.flight.start(parts.write_part, path, shards, self._writers)
 
     def wait(self) -> None:
         """Block until this rank's last part is on the disk. Raises the error of that save."""
-        self._flight.land()
+        self.flight.land()
 
     def finished(self) -> list[Saved]:
         """Return nothing, as rank 0 tells; raise the error of a save that has failed by now."""
-        self._flight.look()
+        self.flight.look()
         return []
 
     def close(self) -> None:
         """Wait for the last save, raise its error, and end the thread."""
-        self._flight.close()
+        self.flight.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ class Saved:
 class Flight:
     """At most one piece of work at a time, in a thread where it is ``asynchronous``.
 
-    ``device``: the one that the work may use, if it uses any.
+    ``worker`` is the thread that is at it, None where none is. ``device``: the one that the work
+    may use, if it uses any.
     """
 
     def __init__(self, asynchronous: bool, device: torch.device | None = None) -> None:
@@ -40,14 +42,22 @@ class Flight:
             begin = partial(use_device, device) if device is not None else None
             self._thread = ThreadPoolExecutor(1, "checkpoint", begin)
         self._in_flight: Future[None] | None = None
+        self.worker: threading.Thread | None = None
 
     def start(self, work: Callable[..., None], *arguments: Any) -> None:
         """Begin, once what was begun before is done; raise the error of that."""
         self.land()
         if self._thread is None:
-            work(*arguments)
+            self._do(work, *arguments)
         else:
-            self._in_flight = self._thread.submit(work, *arguments)
+            self._in_flight = self._thread.submit(self._do, work, *arguments)
+
+    def _do(self, work: Callable[..., None], *arguments: Any) -> None:
+        self.worker = threading.current_thread()
+        try:
+            work(*arguments)
+        finally:
+            self.worker = None
 
     def look(self) -> None:
         """Raise the error of what was begun, once, if it has failed by now."""

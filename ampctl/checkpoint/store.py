@@ -86,8 +86,8 @@ class Store:
         self._keep_best = keep_best
         self._monitor = monitor
         self._mode: Mode = mode
-        self._flight = Flight(asynchronous, writers.device if writers else None)
-        self._saved: deque[Saved] = deque()
+        self.flight = Flight(asynchronous, writers.device if writers else None)
+        self.saved: deque[Saved] = deque()
         self._proved = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -125,15 +125,15 @@ class Store:
         ranks write theirs by `Elsewhere`. Waits for the save before it, and raises its error.
         """
         figures = {name: float(value) for name, value in metrics.items()}
-        self._flight.start(self._commit, payload, step, figures, not nonfinite, shards)
+        self.flight.start(self._commit, payload, step, figures, not nonfinite, shards)
 
     def linger(self, seconds: float) -> None:
         """Block until the last save is on the disk, for so long at most."""
-        self._flight.linger(seconds)
+        self.flight.linger(seconds)
 
     def wait(self) -> Path | None:
         """Wait until it is; return the newest finite file, if any. Raises its error."""
-        self._flight.land()
+        self.flight.land()
         found = newest(self._entries)
         return self._folder / found.file if found else None
 
@@ -142,12 +142,12 @@ class Store:
 
         Raises the error of one that has failed by now.
         """
-        self._flight.look()
-        return [self._saved.popleft() for _ in range(len(self._saved))]
+        self.flight.look()
+        return [self.saved.popleft() for _ in range(len(self.saved))]
 
     def close(self) -> None:
         """Wait for the last save, raise its error, and end the thread."""
-        self._flight.close()
+        self.flight.close()
 
     def _commit(
         self,
@@ -210,7 +210,7 @@ class Store:
             raise disk.fault(path, error, written.size) from error
         finally:
             disk.discard(disk.temporary(path))
-        self._saved.append(Saved(path, step, written.size, time.monotonic() - begin, gone))
+        self.saved.append(Saved(path, step, written.size, time.monotonic() - begin, gone))
 
     def _prove(self, path: Path, entry: Entry) -> None:
         """Read the first file back, before an older one is given up for it."""

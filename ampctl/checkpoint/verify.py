@@ -41,9 +41,9 @@ from ampctl.checkpoint.no_run import nothing_saved
 from ampctl.checkpoint.store import NoCheckpointError
 from ampctl.checkpoint.whereabouts import abandoned_files, links_of, missing_files
 from ampctl.errors import CheckpointError, RecipeError, first_of, printable
+from ampctl.lacking import lacking
 from ampctl.plain import nonfinite
 from ampctl.recipe.load import parse_recipe
-from ampctl.state import lacking
 
 INTACT = "intact"
 SET_ASIDE = "set aside"

@@ -45,7 +45,7 @@ class Fetcher:
         self.seed = seed
         self.draws = False
         self._makes_batches = False
-        self._probe = rng.DrawProbe()
+        self.probe = rng.DrawProbe()
         self._tensors = dataset.tensors if type(dataset) is TensorDataset else None
         self._getitems = getattr(dataset, "__getitems__", None)
         self._collate = Collate(dataset, collate_fn, key)
@@ -54,24 +54,24 @@ class Fetcher:
         """Return the batch of a request, on the host."""
         if self._tensors is not None:
             return tuple(tensor.index_select(0, request.indices) for tensor in self._tensors)
-        self._probe.begin()
+        self.probe.begin()
         if not self.draws:
             batch = self._read(request)
-            if not self._probe.end():
+            if not self.probe.end():
                 return batch
             self.draws = True
             batch = self._read_seeded(request)
         else:
             batch = self._read_seeded(request)
-            self._probe.end()
-        self._probe.rewind()
+            self.probe.end()
+        self.probe.rewind()
         return batch
 
     def pass_over(self) -> None:
         """Move the training's generators on as if a batch had been read in this process."""
         if self._tensors is None:
-            self._probe.begin()
-            self._probe.end()
+            self.probe.begin()
+            self.probe.end()
 
     def _read(self, request: Request) -> Any:
         indices = request.indices.tolist()

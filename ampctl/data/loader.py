@@ -29,6 +29,7 @@ from ampctl.data.workers import (
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.errors import AmpctlError, first_of
 from ampctl.recipe.fault import failure, users_lines
+from ampctl.rng import DrawProbe
 
 INDICES_SHOWN = 64
 
@@ -77,8 +78,12 @@ class TrainData(Protocol):
     def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
         """Yield each step's micro-batches and its samples over all ranks."""
 
+    @property
+    def probe(self) -> DrawProbe:
+        """What follows the generators of Python and NumPy while data is read."""
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the data."""
+        """Return what a checkpoint keeps of the data, as the last step that was given left it."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it."""
@@ -104,6 +109,11 @@ class MapData:
         self._in_order = (collate_fn or getattr(dataset, "collate_fn", None)) is None
         fetcher = Fetcher(dataset, order.seed, collate_fn)
         self._reader = _Reader(fetcher, num_workers=num_workers, pin_memory=pin_memory)
+
+    @property
+    def probe(self) -> DrawProbe:
+        """What follows the generators of Python and NumPy while data is read."""
+        return self._reader.probe
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -192,6 +202,7 @@ class _Reader:
     def __init__(self, fetcher: Fetcher, *, num_workers: int, pin_memory: bool) -> None:
         require_reasonable(num_workers)
         self._fetcher = fetcher
+        self.probe = fetcher.probe
         self._requests = _Requests()
         self._loader: DataLoader[Any] | None = None
         self._pin_memory = pin_memory

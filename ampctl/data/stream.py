@@ -72,6 +72,13 @@ class StreamData:
         self._workers: Any = None
         self._openings = Openings(num_workers)
         self._is_compared = False
+        self._before: dict[str, Any] | None = None
+        self._probe = rng.DrawProbe()  # which follows nothing: a stream has its own generators
+
+    @property
+    def probe(self) -> rng.DrawProbe:
+        """What follows the generators of Python and NumPy while data is read."""
+        return self._probe
 
     def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
         """Yield each step's micro-batches and its samples, from ``first_step`` of the epoch on."""
@@ -120,6 +127,7 @@ class StreamData:
         ended = False
         while not ended:
             batch: list[Any] = []
+            self._before = self._state()
             with rng.preserved():
                 if self._generators is None:
                     rng.seed_host(rng.mix(self._seed, _STREAM, epoch))
@@ -137,6 +145,7 @@ class StreamData:
                     at_an_end = False
                 self._generators = rng.get_state()
             self._ended = ended
+            self._before = None
             if batch:
                 yield batch
         self._generators = None
@@ -169,7 +178,13 @@ class StreamData:
         return workers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the dataset's own state and its generators', if they can be taken here."""
+        """Return the dataset's own state and its generators', if they can be taken here.
+
+        While samples are read, another thread gets what they were before that.
+        """
+        return self._state() if self._before is None else self._before
+
+    def _state(self) -> dict[str, Any]:
         if not self.keeps_state:
             return {}
         return {

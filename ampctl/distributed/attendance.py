@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import sys
 import threading
@@ -31,7 +30,7 @@ from ampctl.recipe.fault import is_users_own_file
 
 LONGEST_PERIOD_S = 2.0
 _WAITING = ("torch/distributed/", "torch/nn/parallel/", "torch/cuda/streams", "torch/xpu/streams")
-_ENDED, _VERDICT = "ended", "verdict"
+_ENDED, _VERDICT, _STOP = "ended", "verdict", "stop"
 _HOME = Path(__file__).parents[1]
 _OUTERMOST = f"{_HOME / 'cli'}/"
 
@@ -46,6 +45,7 @@ class Attendance:
     def __init__(self, ranks: Ranks, store: Store | None, minutes: float) -> None:
         self.doing = "the start"
         self.step = 0
+        self.is_stopped = False
         self._ranks, self._store, self._minutes = ranks, store, minutes
         self._period_s = min(LONGEST_PERIOD_S, minutes * 60 / 4)
         self._training = threading.main_thread().ident
@@ -94,6 +94,29 @@ class Attendance:
                 raise error from None
             _log("%s failed", self.doing, exc_info=error)
             raise told from (None if failure.is_timeout(error) else error)
+
+    def place(self) -> str:
+        """Return the line that this rank is at, of the user's own if there is one."""
+        return _place(sys._current_frames().get(self._training or 0))
+
+    def log_stacks(self, why: str) -> None:
+        """Write to the log what each thread is at."""
+        frames = sys._current_frames()
+        stacks = {
+            thread.name: "".join(traceback.format_stack(frames[thread.ident]))
+            for thread in threading.enumerate()
+            if thread.ident in frames
+        }
+        told = "\n".join(f"{name} is at:\n{stack}" for name, stack in stacks.items())
+        _log("%s\n%s", why, told)
+
+    def stop(self, number: int) -> Store | None:
+        """Let all ranks hear a signal at once; return a store of one's own, to end together by."""
+        if self._store is None:
+            return None
+        store: Store = self._store.clone()
+        store.set(_STOP, f"{number}")
+        return store
 
     def meet_at_end(self, what: str, steps: int, samples: int) -> None:
         """Wait until the data has ended on all ranks. Raises UsageError if it does not end alike.
@@ -153,6 +176,9 @@ class Attendance:
             while not self._over.wait(self._period_s):
                 self._beat()
                 self._say()
+                if not self.is_stopped and self._store.check([_STOP]):
+                    self.is_stopped = True
+                    os.kill(os.getpid(), int(self._store.get(_STOP)))
                 if self._store.check([_VERDICT]):
                     self._end_if_stuck(self._store.get(_VERDICT).decode())
                 elif self._waits_for_device():
@@ -187,15 +213,8 @@ class Attendance:
             self._leave(verdict)
 
     def _leave(self, verdict: str) -> None:
-        frame = sys._current_frames().get(self._training or 0)
-        logging.getLogger("ampctl").error(
-            "%s\nthis rank was at:\n%s", verdict, "".join(traceback.format_stack(frame))
-        )
-        if failure.record(failure.StuckError(verdict)):
-            os.write(2, f"error: {verdict}\n".encode())
-        for child in multiprocessing.active_children():
-            child.kill()
-        os._exit(MachineError.exit_code)
+        self.log_stacks(verdict)
+        failure.leave(failure.StuckError(verdict))
 
     # What is found out
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -30,7 +28,4 @@ def _leave(number: int, _: FrameType | None) -> None:
     error = PreemptedError(
         f"{signal.Signals(number).name} received before the run had begun: nothing is lost"
     )
-    if failure.record(error):
-        with suppress(OSError):  # the terminal may be gone
-            os.write(2, f"error: {error}\n".encode())
-    os._exit(error.exit_code)
+    failure.leave(error)

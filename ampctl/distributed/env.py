@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 import torch
 
-from ampctl.distributed import early, member
+from ampctl.distributed import early, failure, member
+from ampctl.distributed.ear import Ear
 from ampctl.distributed.ranks import ALONE, Ranks
-from ampctl.errors import InterruptedRunError, MachineError, PreemptedError, UsageError
+from ampctl.errors import (
+    AmpctlError,
+    InterruptedRunError,
+    MachineError,
+    PreemptedError,
+    UsageError,
+)
 
 _KINDS = ("cuda", "xpu", "mps", "cpu")
 _CHOICE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
@@ -98,9 +105,20 @@ class StopSignals:
     Until :attr:`training` is set there is nothing to save, and a signal raises KeyboardInterrupt
     where it is. A second Ctrl-C ends the process at once. Handlers that stood before are put back
     on leaving, and called as well, so that another tool's handler is not lost.
+
+    Where the main thread does not come to heed a signal, another one ends the process: with what
+    ``rescue`` makes of it, given the signal and the time since when, or with :attr:`outcome` if the
+    run is on its way out. ``when`` is the rest of the words where there is nothing to rescue.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, when: str = "") -> None:
+        self.when = when
+        self.outcome: AmpctlError | None = None
+        self.rescue: Callable[[signal.Signals, float], AmpctlError] | None = None
+        self.lost: Callable[[], str] = str
+        self.is_urgent: Callable[[], bool] = bool
+        self.is_done = False
+        self._ear = Ear(self._overdue, self._again, lambda: self.is_urgent())
         self.received: signal.Signals | None = None
         self.training = False
         self._previous: dict[signal.Signals, object] = {}
@@ -108,15 +126,15 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for number in (*member.heeded(), signal.SIGINT):
             self._previous[number] = early.replaced(signal.signal(number, self._receive))
+        self._ear.open(self._previous.keys())
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ear.close()
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received is signal.SIGINT:
-            os._exit(InterruptedRunError.exit_code)
         self.received = signal.Signals(number)
         if self.training and member.speaks_on_terminal() and os.isatty(2):
             with suppress(OSError):  # the terminal may be gone
@@ -126,6 +144,17 @@ class StopSignals:
             previous(number, frame)
         if not self.training:
             raise KeyboardInterrupt
+
+    def _overdue(self, number: signal.Signals, since: float) -> None:
+        """End the process in the place of the main thread, which is somewhere else."""
+        if not self.is_done:
+            failure.leave(
+                self.outcome
+                or (self.rescue(number, since) if self.rescue else self.error(self.when, number))
+            )
+
+    def _again(self) -> None:
+        failure.leave(InterruptedRunError(f"interrupted twice: ended at once{self.lost()}"))
 
     def error(
         self, saved: str, received: signal.Signals | None = None
@@ -147,7 +176,7 @@ def ended_at_once(when: str) -> Iterator[StopSignals]:
 
     ``when`` is the rest of the error's words, as in :meth:`StopSignals.error`.
     """
-    with StopSignals() as signals:
+    with StopSignals(when) as signals:
         try:
             yield signals
         except KeyboardInterrupt:

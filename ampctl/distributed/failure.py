@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import re
+import select
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ampctl.distributed.member import LAUNCHER
 from ampctl.errors import (
@@ -41,6 +44,7 @@ _STOPPING = {
 _PEER_IS_GONE = re.compile(r"connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
 _OF_GLOO = re.compile(r"gloo|pair\.cc", re.IGNORECASE)
 _TIMEOUT = re.compile(r"timed out waiting \d+ms for|timeout caused pair closure", re.IGNORECASE)
+_ATOMIC = select.PIPE_BUF  # a pipe that can be written to at all takes so much
 _AT_ONCE_S = 5
 """A rank that was killed so long after the first failure was killed because of it."""
 
@@ -119,6 +123,22 @@ def record(error: BaseException) -> bool:
     if os.environ.get(LAUNCHER) == f"{os.getppid()}":
         return False
     return _claim(file.parent.parent / ("told-of-peer" if of_peer else "told"))
+
+
+def leave(error: AmpctlError) -> NoReturn:
+    """End this process with an error, whatever its threads are at, and with it its data workers."""
+    if record(error):
+        say(f"error: {error}\n")
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(error.exit_code)
+
+
+def say(text: str) -> None:
+    """Write to stderr, unless it is gone, or nobody reads what it is full of."""
+    with suppress(OSError, ValueError):
+        if select.select([], [2], [], 1.0)[1]:
+            os.write(2, text.encode(errors="replace")[:_ATOMIC])
 
 
 def cause(failures: Mapping[int, ProcessFailure]) -> RankFailedError:

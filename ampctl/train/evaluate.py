@@ -38,15 +38,18 @@ def evaluate(
     """
     # Each rank's statistics are of its own batches: all evaluate what a checkpoint holds.
     state.buffers.follow_first(state.ranks)
-    state.buffers.snapshot()
+    with state.boundary.changing():
+        state.buffers.snapshot()
     try:
         with in_eval_mode(state.bare), torch.no_grad(), rng.preserved(state.device):
             if state.ema is None:
                 return _means(state, batches, proceed)
-            with state.ema.applied():
+            with state.ema.applied(state.boundary):
                 return _means(state, batches, proceed)
     finally:
-        state.buffers.restore(torch.ones((), device=state.device))
+        with state.boundary.changing():
+            state.buffers.restore(torch.ones((), device=state.device))
+            state.buffers.is_kept = False
 
 
 def _means(

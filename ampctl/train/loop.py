@@ -11,13 +11,14 @@ from ampctl.data.loader import Window
 from ampctl.doctor.misfit import in_words
 from ampctl.doctor.moved import moved_too_early, what_is_moved
 from ampctl.errors import NumericsError, RecipeError, UsageError
-from ampctl.monitor import LOSS, Patience, is_better, monitored
+from ampctl.monitor import LOSS
 from ampctl.preflight import unknown_metric
 from ampctl.state import StepReport
 from ampctl.step import settle, train_step
 from ampctl.train import words
 from ampctl.train.across_ranks import diagnose, unused_later
 from ampctl.train.evaluate import NoItemsError, evaluate
+from ampctl.train.followed import follow, take_metrics
 from ampctl.train.run import Run
 from ampctl.train.save import finish, look, prepare, save
 
@@ -85,6 +86,9 @@ def _epoch(run: Run) -> None:
         ended = progress.batch_in_epoch == steps_per_epoch
         if ended:
             progress.epoch, progress.batch_in_epoch = epoch + 1, 0
+        state.boundary.mark(state.device, job.train_data.probe)
+        state.boundary.end()
+        run.attendance.doing = f"step {progress.step + 1}"
         log.mark(progress, epoch)
         if report is not None:
             _take(run, report)
@@ -102,7 +106,8 @@ def _epoch(run: Run) -> None:
             )
         ends = f"data.train, in epoch {epoch},"
         run.attendance.meet_at_end(ends, progress.batch_in_epoch, progress.samples)
-        progress.epoch, progress.batch_in_epoch = epoch + 1, 0
+        with state.boundary.changing():
+            progress.epoch, progress.batch_in_epoch = epoch + 1, 0
         _boundary(run, epoch_ended=True)
 
 
@@ -143,7 +148,8 @@ def _boundary(
     whatever is due.
     """
     try:
-        report = settle(run.job.state)
+        with run.job.state.boundary.changing():
+            report = settle(run.job.state)
     except Exception as error:
         doing = f"step {run.progress.step}"
         told = in_words(error, run.job.state.bare, (), doing=doing)
@@ -159,9 +165,9 @@ def _boundary(
     every = recipe.train.eval_every_steps
     is_due = epoch_ended if every is None else step % every == 0
     if run.heed.received is None and (over or is_due) and not stopping:
-        _evaluate(run)
+        _evaluate(run, is_due=is_due)
         if is_due:
-            _follow(run)
+            follow(run)
         over = finished(run.job) is not None
     if run.heed.received or stopping or over:
         _log_last(run)
@@ -172,11 +178,9 @@ def _boundary(
     run.log.go(run.progress)
     if run.heed.received:
         finish(run)
+        run.heed.signals.outcome = run.heed.signals.error(words.saved(run), run.heed.received)
         run.job.state.ranks.wait()  # a launcher ends the others when the first one leaves
-        raise run.heed.signals.error(
-            f"at step {step}, which is saved: `{run.resume_command}` goes on",
-            run.heed.received,
-        )
+        raise run.heed.signals.outcome
 
 
 def _require_a_use(run: Run, *, at_most: int) -> None:
@@ -249,7 +253,7 @@ def _log_last(run: Run) -> None:
     log.log_last(run.progress, loss=loss)
 
 
-def _evaluate(run: Run) -> None:
+def _evaluate(run: Run, *, is_due: bool) -> None:
     """Evaluate, and let the best so far see the result; a signal cuts it off."""
     data, progress, recipe = run.job.eval_data, run.progress, run.job.recipe
     if data is None or progress.evaluated_step == progress.step:
@@ -279,36 +283,17 @@ def _evaluate(run: Run) -> None:
             raise told from error
     if metrics is None:
         return
-    progress.evaluated_step = progress.step
-    progress.metrics = metrics
     monitor = recipe.checkpoint.monitor
-    best = False
-    if monitor in metrics:
-        value = monitored(metrics, monitor)
-        best = is_better(value, progress.best, recipe.checkpoint.mode)
-        if best:
-            progress.best, progress.best_step = value, progress.step
+    with run.job.state.boundary.changing():
+        best = take_metrics(run, metrics)
+        if is_due:
+            follow(run)
     epoch = progress.epoch - 1 if progress.batch_in_epoch == 0 else progress.epoch
     run.log.evaluation(progress, epoch, metrics, best=best)
     _warn_of_bad_evaluation(run, metrics)
     _require_metric(run, "checkpoint.monitor", monitor, metrics)
     if recipe.train.early_stop is not None:
         _require_metric(run, "train.early_stop.monitor", recipe.train.early_stop.monitor, metrics)
-
-
-def _follow(run: Run) -> None:
-    """Let schedules and early stopping see an evaluation that was due, once.
-
-    One at a run's end that is not due is none of a run that was longer from the start.
-    """
-    progress, recipe = run.progress, run.job.recipe
-    if progress.evaluated_step != progress.step or progress.followed_step == progress.step:
-        return
-    progress.followed_step = progress.step
-    value = monitored(progress.metrics, recipe.checkpoint.monitor)
-    for updater in run.job.state.updaters:
-        updater.learning_rate.evaluated(value)  # NaN is no progress to a plateau scheduler
-    _early_stop(run, progress.metrics)
 
 
 def _watched(run: Run) -> list[str]:
@@ -327,17 +312,6 @@ def _warn_of_bad_evaluation(run: Run, metrics: dict[str, float]) -> None:
             f"step {run.progress.step}: {told}: this evaluation counts as one that is not better "
             "than any, for the best checkpoint, early stopping and ReduceLROnPlateau"
         )
-
-
-def _early_stop(run: Run, metrics: dict[str, float]) -> None:
-    config, progress = run.job.recipe.train.early_stop, run.progress
-    if config is None:
-        return
-    patience = Patience(
-        config.mode, config.patience, progress.early_stop_best, progress.early_stop_bad
-    )
-    patience.update(monitored(metrics, config.monitor))
-    progress.early_stop_best, progress.early_stop_bad = patience.best, patience.bad
 
 
 def _require_metric(run: Run, key: str, monitor: str, metrics: dict[str, float]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from ampctl import commands
 from ampctl.build import Job
 from ampctl.checkpoint.elsewhere import Elsewhere
+from ampctl.checkpoint.index import NONFINITE
 from ampctl.checkpoint.store import Store
 from ampctl.distributed.attendance import Attendance
 from ampctl.distributed.heed import Heed
@@ -37,6 +38,7 @@ class Run:
     ``anew`` is the command that begins as this run has, for one that has saved nothing.
     ``is_savable``: a step was taken, and a checkpoint can hold what it has made. ``is_bound``: its
     passes bring weights into bounds, which was said.
+    ``newest``: the newest finite checkpoint, of those that were told.
     """
 
     job: Job
@@ -53,6 +55,7 @@ class Run:
     step_began: float = 0.0
     step_seconds: float = 0.0
     saved_step: int = -1
+    newest: Path | None = None
     saved_at: float = field(default_factory=time.monotonic)
     not_finite: list[str] = field(default_factory=list)
     set_aside: int = 0
@@ -63,6 +66,12 @@ class Run:
     def progress(self) -> Progress:
         """How far the run has come."""
         return self.job.state.progress
+
+    @property
+    def newest_on_disk(self) -> Path | None:
+        """The newest finite checkpoint, as far as this rank knows; the disk is not asked."""
+        paths = [each.path for each in self.store.saved if NONFINITE not in each.path.name]
+        return paths[-1] if paths else self.newest
 
     @property
     def resume_command(self) -> str:

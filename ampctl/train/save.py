@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from ampctl.checkpoint.store import Store
 from ampctl.data.workers import WorkerError
 from ampctl.distributed.ranks import Writers
 from ampctl.errors import AmpctlError, UsageError, first_of
+from ampctl.host_memory import HostMemory
 from ampctl.recipe.schema import CheckpointConfig
 from ampctl.track.console import Console
 from ampctl.train import folder
@@ -93,14 +96,29 @@ def prepare(run: Run) -> None:
 def save(run: Run) -> None:
     """Take a snapshot of the state and hand it to the store; the store writes it."""
     begin = time.perf_counter()
-    job, state, progress = run.job, run.job.state, run.progress
+    state, progress = run.job.state, run.progress
     finish(run)  # or what is being written would be copied over
     state.require_agreement()
     saved = state.state_dict()
+    with state.boundary.changing():  # nobody else may save meanwhile
+        size = hand_over(run, saved, run.memory)
+    if isinstance(run.store, Elsewhere):
+        return
+    look(run)
+    run.store.linger(_patience(run, size))
+    run.log.stalled(progress.step, time.perf_counter() - begin)
+
+
+def hand_over(run: Run, saved: Mapping[str, Any], memory: HostMemory | None) -> int:
+    """Let the store write a copy of a state; ``memory``: where that may be made.
+
+    Returns the size in bytes of what this rank tells of.
+    """
+    job, state, progress = run.job, run.job.state, run.progress
     run.saved_step, run.saved_at = progress.step, time.monotonic()
     shards: dict[str, Tensor] | None = {} if state.ranks.shards else None
     if isinstance(run.store, Elsewhere) and shards is None:  # rank 0 writes what all of them hold
-        return
+        return 0
     nonfinite = nonfinite_names(state, saved)
     payload = plain.snapshot(
         {
@@ -113,11 +131,11 @@ def save(run: Run) -> None:
             },
         },
         shards=shards,
-        memory=run.memory,
+        memory=memory,
     )
     if isinstance(run.store, Elsewhere):
         run.store.save(shards or {}, step=progress.step)
-        return
+        return 0
     if nonfinite:
         run.log.console.warn(
             f"step {progress.step}: not finite: {first_of(nonfinite)}. The "
@@ -131,9 +149,7 @@ def save(run: Run) -> None:
         nonfinite=nonfinite,
         shards=shards,
     )
-    look(run)
-    run.store.linger(_patience(run, plain.num_bytes((payload, shards))))
-    run.log.stalled(progress.step, time.perf_counter() - begin)
+    return plain.num_bytes((payload, shards))
 
 
 def _patience(run: Run, size: int) -> float:
@@ -144,6 +160,7 @@ def _patience(run: Run, size: int) -> float:
 
 def look(run: Run) -> None:
     """Tell of the saves that are on the disk by now; raise the error of one that has failed."""
+    run.newest = run.newest_on_disk
     run.log.saved(run.store.finished(), run.run_dir)
 
 
@@ -163,3 +180,12 @@ def note_what_is_saved(run: Run, error: BaseException) -> None:
         error.add_note(
             f"step {run.saved_step} is saved: `{run.resume_command}` goes on once this is mended"
         )
+
+
+def end_saves(run: Run) -> None:
+    """Let the save that is under way end, and tell it, before the run's last event."""
+    try:
+        finish(run)
+    except AmpctlError as error:
+        run.log.console.warn(str(error))  # another error is on its way to the user
+        look(run)

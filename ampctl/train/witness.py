@@ -28,6 +28,7 @@ from ampctl.errors import AmpctlError
 from ampctl.optim import is_torchs_own
 from ampctl.recipe.fault import is_users_own_file
 from ampctl.recipe.load import load_recipe
+from ampctl.rng import DrawProbe
 from ampctl.task import as_written
 from ampctl.train import worker
 
@@ -112,6 +113,11 @@ class Witness:
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps in an epoch."""
         return self._data.steps_per_epoch
+
+    @property
+    def probe(self) -> DrawProbe:
+        """What follows the generators of Python and NumPy while data is read."""
+        return self._data.probe
 
     def windows(self, epoch: int, first_step: int) -> Iterator[tuple[Window, int]]:
         """Yield each step's micro-batches, and note the state before and the samples of it."""

@@ -133,6 +133,24 @@ def stopped(run: Run, report: StepReport, diagnosis: Diagnosis, saved: Path | No
     return "\n".join(lines)
 
 
+TOO_EARLY = "before the first step: nothing was trained, so nothing is lost"
+
+
+def saved(run: Run) -> str:
+    """Say of a run that a signal ended where it is saved."""
+    if not run.progress.step:
+        return TOO_EARLY
+    return f"at step {run.progress.step}, which is saved: `{run.resume_command}` goes on"
+
+
+def newest(run: Run) -> str:
+    """Say where a run can go on that ended unsaved."""
+    path = run.newest_on_disk
+    if path is None and run.job.state.ranks.is_first:
+        return "no checkpoint has been saved"
+    return f"`{run.resume_command}` goes on from {path or 'the newest checkpoint'}"
+
+
 def lost(run: Run, saved: Path | None) -> str:
     """Say why a run ends that trains on, but saves nothing that could be gone on from."""
     times = f", for {run.set_aside} checkpoints in a row" if run.set_aside > 1 else ""

@@ -48,15 +48,20 @@ from ampctl.train.init_from import InitFrom, build
 from ampctl.train.log import RunLog, log_file
 from ampctl.train.loop import evaluation_was_cut_off, finished, fit
 from ampctl.train.place import Place, joined
+from ampctl.train.rescue import watch_over
 from ampctl.train.restore import Origin, read, restore, run_id, saved_recipe
 from ampctl.train.run import Run, begun_anew
 from ampctl.train.savable import refuse_unsavable
-from ampctl.train.save import finish, leave_complete, look, note_what_is_saved, open_store
+from ampctl.train.save import (
+    end_saves,
+    leave_complete,
+    note_what_is_saved,
+    open_store,
+)
 from ampctl.train.size import no_larger_than
 
 Watch = Callable[[Job], Job]
 
-_TOO_EARLY = "before the first step: nothing was trained, so nothing is lost"
 _REASONS: dict[type[BaseException], str] = {
     PreemptedError: "preempted",
     InterruptedRunError: "interrupted",
@@ -86,7 +91,7 @@ def train(
     """
     current_folder.open_current_folder()
     notes: list[str] = []
-    with ended_at_once(_TOO_EARLY) as signals, ExitStack() as held:
+    with ended_at_once(words.TOO_EARLY) as signals, ExitStack() as held:
         place = held.enter_context(joined(loaded))
         ranks, begun = place.ranks, place.begun
         told = {"command": "train", "__run_dir": run_dir, "__init_from": init_from}
@@ -122,7 +127,7 @@ def resume(
     """
     notes: list[str] = []
     is_first = from_environment().is_first
-    with ended_at_once(_TOO_EARLY) as signals, ExitStack() as held:
+    with ended_at_once(words.TOO_EARLY) as signals, ExitStack() as held:
         home = folder.run_of(source)
         if is_first and run_dir is None and home is not None:
             # Before it is read: the run that holds it may be about to save a newer checkpoint.
@@ -295,42 +300,36 @@ def _fit(
     copies = checkpoint.asynchronous and (ranks.is_first or ranks.shards)
     memory = HostMemory() if copies else None
     run = Run(job, run_dir, store, log, Heed(signals, ranks), attendance, facts, anew, memory)
-    if origin is not None:
-        run.saved_step = job.state.progress.step
+    watch_over(run, origin)
     try:
         with attendance.explaining(), memory_told():  # before it is told how the run has ended
             job.state.agree()
             _tell_start(run, origin)
             reason = fit(run)
+        signals.is_done = True
         log.stop(run.progress.step, reason, 0)
         console.finish(words.ending(job, run_dir, reason))
     except BaseException as error:
         code = error.exit_code if isinstance(error, AmpctlError) else 1
-        if not isinstance(error, AmpctlError):  # whole, where the screen shows the user's lines
+        if isinstance(error, AmpctlError):
+            signals.outcome = error
+        else:  # whole, where the screen shows the user's lines
             logging.getLogger("ampctl").error("the run ends", exc_info=error)
         with suppress(MachineError):  # a disk without room hides no other error, nor its own cause
-            _end_saves(run)
+            end_saves(run)
             if ranks.size == 1:  # several would have to put together their parts of its loss
                 log.log_last(run.progress)
             note_what_is_saved(run, error)
             log.stop(run.progress.step, _REASONS.get(type(error), "error"), code)
         raise
     finally:
+        signals.rescue = None
         with ExitStack() as last:  # each is closed, whatever another one raises
             last.callback(log.close)
             last.callback(store.close)
             last.callback(job.train_data.close)
             if job.eval_data is not None:
                 last.callback(job.eval_data.close)
-
-
-def _end_saves(run: Run) -> None:
-    """Let the save that is under way end, and tell it, before the run's last event."""
-    try:
-        finish(run)
-    except AmpctlError as error:
-        run.log.console.warn(str(error))  # another error is on its way to the user
-        look(run)
 
 
 def _tell_start(run: Run, origin: Origin | None) -> None:
