@@ -38,6 +38,7 @@ PARTS = "parts"
 
 _METADATA = ".metadata"
 _MOST_METADATA = 1 << 28
+_TOO_LARGE = "the tensors are larger than its parts"
 _PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 
 
@@ -132,7 +133,7 @@ def fill(
         if tensor.is_meta and like is None:
             room -= tensor.numel() * tensor.element_size()
             if room < 0:
-                raise file.damaged(path, "its tensors are larger than its parts")
+                raise file.damaged(path, f"its parts cannot be read ({_TOO_LARGE})")
         return _target(key, tensor, like(key) if like else None, wanted)
 
     from torch.distributed.checkpoint.api import CheckpointException  # no Exception
