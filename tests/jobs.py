@@ -39,7 +39,8 @@ class JobEnded:
     error: str
     out: str
     err: str
-    seconds: float
+    killed: tuple[int, ...]
+    """Ranks that did not end by themselves after the SIGTERM."""
 
 
 class Job:
@@ -47,7 +48,7 @@ class Job:
 
     def __init__(self, folder: Path, size: int, argvs: Sequence[Sequence[str]]) -> None:
         self._store = TCPStore("127.0.0.1", _free_port(), is_master=True, wait_for_workers=False)
-        self._begun = time.monotonic()
+        self._killed: list[int] = []
         self._errors = [
             folder / f".errors-{time.monotonic_ns()}/{r}/error.json" for r in range(size)
         ]
@@ -82,22 +83,23 @@ class Job:
                 break
             assert time.monotonic() < deadline, "\n".join(rank.said() for rank in self.ranks)
             time.sleep(0.02)
-        ended = [self._wait(rank) for rank in self.ranks]
+        ended = [self._wait(rank) for rank in range(len(self.ranks))]
         self._note(failures)
         code, error = 0, ""
         if failures:
             told = failure.cause(failures)
             code, error = told.exit_code, f"{told}"
         out, err = "".join(each.out for each in ended), "".join(each.err for each in ended)
-        return JobEnded(code, error, out, err, time.monotonic() - self._begun)
+        return JobEnded(code, error, out, err, tuple(self._killed))
 
-    def _wait(self, rank: Running) -> Ended:
-        deadline = time.monotonic() + GRACE_S
-        while rank.is_alive() and time.monotonic() < deadline:
+    def _wait(self, rank: int) -> Ended:
+        running, deadline = self.ranks[rank], time.monotonic() + GRACE_S
+        while running.is_alive() and time.monotonic() < deadline:
             time.sleep(0.02)
-        if rank.is_alive():
-            rank.send(signal.SIGKILL)
-        return rank.wait()
+        if running.is_alive():
+            self._killed.append(rank)
+            running.send(signal.SIGKILL)
+        return running.wait()
 
     def _note(self, failures: dict[int, ProcessFailure]) -> None:
         for rank, running in enumerate(self.ranks):

@@ -177,8 +177,6 @@ def _main(folder: str, argv: list[str], env: dict[str, str], out: str, err: str)
     os.close(nothing)
     # Its own data workers start as a plain interpreter starts them, not from the server.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    # Its own data workers start as a plain interpreter starts them, not from the server.
-    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     tests = str(Path(__file__).parent)

@@ -106,7 +106,7 @@ def test_a_rank_that_waits_for_its_device_for_too_long_ends_before_the_watchdog_
     monkeypatch.setattr(Attendance, "_leave", leave)
     scope: dict[str, Any] = {}
     file = torch.cuda.streams.__file__  # where Event.synchronize is
-    exec(compile("def synchronize(lock): return lock.acquire(timeout=30)", file, "exec"), scope)
+    exec(compile("def synchronize(lock): return lock.acquire(timeout=120)", file, "exec"), scope)
     mine, _ = attendance()
     mine.doing = "step 5"
     with mine.open():

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from processes import DEADLINE_S
 
 from ampctl.distributed.env import StopSignals
 from ampctl.distributed.heed import MOST_LOOKS, Heed
@@ -19,7 +20,7 @@ class Together:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.collectives = 0
         self.signals = [StopSignals(), StopSignals()]
-        self._barrier = threading.Barrier(2, timeout=10)
+        self._barrier = threading.Barrier(2, timeout=DEADLINE_S)
         self._said: dict[int, tuple[float, ...]] = {}
         self._clock = threading.local()
         self.heeds: list[Heed] = []

@@ -129,7 +129,7 @@ def pod(folder: Path, text: str, **variables: str) -> subprocess.Popen[bytes]:
 def test_only_a_preempted_pod_is_made_anew(code: int, ends: int, folder: Path) -> None:
     program(folder / "bin" / "ampctl", f"exit {code}")
     with pod(folder, container()["args"][0]) as started:
-        assert started.wait(60) == ends
+        assert started.wait(DEADLINE_S) == ends
     # The operator's policy ExitCode retries what ends with 128 or more.
     assert (ends >= 128) == (code == 75)
 
@@ -140,12 +140,12 @@ def test_sg3_a_pod_that_is_evicted_waits_for_the_save(folder: Path) -> None:
     )
     program(folder / "bin" / "ampctl", stand_in)
     with pod(folder, container()["args"][0]) as started:
-        end = time.monotonic() + 60
+        end = time.monotonic() + DEADLINE_S
         while not Path("ready").exists():
             assert time.monotonic() < end
             time.sleep(0.02)
         started.send_signal(signal.SIGTERM)
-        assert started.wait(60) == 143
+        assert started.wait(DEADLINE_S) == 143
     assert Path("saved").exists()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Ended, Running, spawn, starting
+from processes import DEADLINE_S, Ended, Running, spawn, starting
 from test_cli import without_style
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig
@@ -66,7 +66,7 @@ def act(loaded, words, options, **others):
     run_dir = f"{{others['run_dir']}}"
     write(f"told-{{restart}}", [words, run_dir, others["resume"], member.is_restarted()])
     write("env", {{name: os.environ[name] for name in ("OMP_NUM_THREADS", "MASTER_PORT")}})
-    end = time.monotonic() + 30
+    end = time.monotonic() + {DEADLINE_S}
     while time.monotonic() < end and not os.path.exists(f"env-{{1 - int(rank)}}"):
         time.sleep(0.01)  # ranks join each other before they do anything
     received = []
@@ -156,7 +156,7 @@ def is_gone(pid: int) -> bool:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -184,5 +184,5 @@ def test_data_of_another_length_is_refused() -> None:
     from ampctl.errors import CheckpointError
 
     whole = train("whole")
-    with pytest.raises(CheckpointError, match="had 22 samples when it was saved and has 23 now"):
-        resume(whole / "checkpoints/step-00000004.pt", "data.train.size=23", run_dir="again")
+    with pytest.raises(CheckpointError, match="had 22 samples when it was saved and has 24 now"):
+        resume(whole / "checkpoints/step-00000004.pt", "data.train.size=24", run_dir="again")
