@@ -66,7 +66,9 @@ def train(
         if clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(parameters, clip_norm)
         else:
-            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+            norm = nn.utils.get_total_norm(values)
         if scaler.is_enabled():
             skipped = any(v.item() for v in scaler._found_inf_per_device(optimizer).values())
             scaler.step(optimizer)

@@ -229,7 +229,6 @@ def test_dd5_a_stream_that_is_longer_on_one_rank_ends_the_job_at_once(start: Sta
     "fault",
     [
         "model.fault=raise",
-        "model.fault=raise while built",
         "task.fault=raise in loss",
         "task.fault=raise in evaluation",
         "task.fault=raise in a metric",
@@ -245,8 +244,17 @@ def test_dd8_an_error_of_ones_own_on_one_rank_is_told_with_rank_and_traceback(
     assert ended.error.count("Traceback") == 1
     assert ended.error.endswith("KeyError: 'my own mistake'")
     assert not ended.killed
-    if "built" not in fault:
-        assert (stopped()["reason"], stopped()["exit_code"]) == ("error", 1)
+    assert (stopped()["reason"], stopped()["exit_code"]) == ("error", 1)
+
+
+def test_dd8_an_error_while_the_model_is_built_is_told_with_rank_and_line(start: Start) -> None:
+    ended = start("model.fault=raise while built").wait()
+    assert ended.code == 2
+    words = "rank 1: recipe.yaml:2: model: unruly_parts.Net failed: KeyError: 'my own mistake'\n"
+    assert ended.error.startswith(words)
+    assert "unruly_parts.py:" in ended.error
+    assert_told_once(ended)
+    assert not ended.killed
 
 
 # Data of its own
