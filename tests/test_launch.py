@@ -61,7 +61,8 @@ def write(name, value):
         json.dump(value, file)
     os.replace(file.name, f"{{name}}-{{rank}}")
 
-def act(loaded, words, options, **others):
+def act(loaded, options, **others):
+    words = [loaded.source, *loaded.overrides]
     what = json.load(open("plan.json"))[rank]
     run_dir = f"{{others['run_dir']}}"
     write(f"told-{{restart}}", [words, run_dir, others["resume"], member.is_restarted()])

@@ -52,7 +52,7 @@ ALLOWED = {
     "train.proof": {"spec.write_text", "noted.read_text"},  # in a temporary folder
     "train.witness": {"told.read_text", "write_text"},  # in a temporary folder
     "train.place": {"attendance.open"},  # no file
-    "recipe.yaml_source": {"path.open"},  # a recipe that the user names; it may be a pipe
+    "recipe.reading": {"os.open"},  # a recipe that the user names; it may be a pipe
     "recipe.builtin": {"open"},  # ampctl's own
     "cli.recipes": {"read_text", "target.open", "source.read_text"},  # ampctl's own, and a new one
     "data.digits": {"file.open", "np.load"},  # ampctl's own

@@ -24,8 +24,13 @@ STEPS = 6
 IN_PROCESS = proof._in_process
 
 
-def _witness(folder: str, spec: str, env: dict[str, str]) -> None:
+def _witness(folder: str, spec: str, env: dict[str, str], sent: str | None) -> None:
     os.chdir(folder)
+    if sent is not None:
+        with tempfile.TemporaryFile() as file:
+            file.write(sent.encode())
+            file.seek(0)
+            os.dup2(file.fileno(), 0)
     os.environ.update(env)
     sys.path.insert(0, f"{TESTS}")
     # Its own data workers start as a plain interpreter starts them, not from the server.
@@ -33,10 +38,10 @@ def _witness(folder: str, spec: str, env: dict[str, str]) -> None:
     os._exit(witness.main(spec))
 
 
-def _forked(spec: Path) -> tuple[int, str]:
+def _forked(spec: Path, sent: str | None) -> tuple[int, str]:
     """Run a witness in a process that has torch imported already."""
     process = processes._server.Process(
-        target=_witness, args=(os.getcwd(), f"{spec}", dict(os.environ))
+        target=_witness, args=(os.getcwd(), f"{spec}", dict(os.environ), sent)
     )
     process.start()
     process.join(processes.DEADLINE_S)
@@ -66,6 +71,17 @@ def proved(*overrides: str, code: int = 0) -> dict[str, Any]:
     result = verify("recipe.yaml", "--resume", "--json", *overrides, code=code)
     facts: dict[str, Any] = json.loads(result.stdout)
     return facts
+
+
+def test_a_recipe_out_of_standard_input_is_sent_to_each_run() -> None:
+    before = os.dup(0)
+    try:
+        with open("recipe.yaml") as file:
+            os.dup2(file.fileno(), 0)
+        assert "exact" in verify("-", "--resume").stdout
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
 
 
 @pytest.mark.parametrize(

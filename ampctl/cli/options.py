@@ -24,7 +24,11 @@ class Command(TyperCommand):
 
 
 RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")
+    str,
+    typer.Argument(
+        metavar="RECIPE|-",
+        help="A recipe file, the name of a built-in recipe, or - for standard input.",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

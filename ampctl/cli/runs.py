@@ -25,7 +25,7 @@ from ampctl.cli.options import (
     Trust,
 )
 from ampctl.distributed import launch
-from ampctl.distributed.plan import Options
+from ampctl.distributed.plan import Options, refuse_shared_pipe
 from ampctl.errors import UsageError
 
 
@@ -80,10 +80,10 @@ def train(
             raise UsageError("--resume auto looks for the run in --run-dir: give one")
         if allow_missing and init_from is None:
             raise UsageError("--allow-missing is about the weights of --init-from: give both")
+        refuse_shared_pipe(recipe)
         loaded = load_recipe(recipe, overrides or ())
         launch.train(
             loaded,
-            [recipe, *(overrides or ())],
             options,
             run_dir=run_dir,
             resume=resume is Resume.auto,

@@ -7,6 +7,7 @@ What must be right before any rank starts is checked here, once; `plan` says how
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from ampctl.distributed.member import LAUNCHER, STARTS
 from ampctl.distributed.plan import Options, Plan, plan_for, refuse_in_rank, with_variables
 from ampctl.distributed.srun import become_rank
 from ampctl.errors import UsageError
+from ampctl.recipe.reading import STDIN
 
 if TYPE_CHECKING:
     from ampctl.checkpoint.contents import Facts
@@ -31,7 +33,6 @@ Notify = Callable[[str], None]
 
 def train(
     loaded: LoadedRecipe,
-    words: Sequence[str],
     options: Options,
     *,
     run_dir: Path | None,
@@ -41,7 +42,7 @@ def train(
     init_from: Path | None = None,
     allow_missing: Sequence[str] = (),
 ) -> None:
-    """Train a recipe here, or in ranks that each read ``words``: the recipe and its overrides.
+    """Train a recipe here, or in ranks that each read it, from where it was read or was sent.
 
     Raises UsageError and MachineError for options that cannot be, RankFailedError for a rank that
     failed, and what :func:`ampctl.train.worker.train` raises. ``notify`` is told of restarts.
@@ -67,8 +68,10 @@ def train(
         flags = [*_if_any("--run-dir", where), *_if(resume, "--resume=auto")]
         flags += _if_any("--init-from", init_from)
         flags += [f"--allow-missing={glob}" for glob in allow_missing]
+        words = [loaded.source or STDIN, *loaded.overrides]
         argv = ["train", *flags, *_if(quiet, "--quiet"), "--", *words]
-        _start(plan, argv, notify, lambda: _way_on(where, plan))
+        with _sent(loaded.sent):
+            _start(plan, argv, notify, lambda: _way_on(where, plan))
 
 
 def resume(
@@ -217,6 +220,24 @@ def _import_torch(options: Options) -> None:
     if options.rdzv_endpoint and _CPP_LOG_LEVEL not in os.environ:
         with _environment({_CPP_LOG_LEVEL: "FATAL"}):
             import torch  # noqa: F401
+
+
+@contextmanager
+def _sent(text: str | None) -> Iterator[None]:
+    """Send a text to the standard input of the ranks: a file, so that each can read all of it."""
+    if text is None:
+        yield
+        return
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode())
+        file.seek(0)
+        before = os.dup(0)
+        os.dup2(file.fileno(), 0)
+        try:
+            yield
+        finally:
+            os.dup2(before, 0)
+            os.close(before)
 
 
 @contextmanager

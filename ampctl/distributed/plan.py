@@ -6,12 +6,14 @@ Starting them is left to `launch`.
 from __future__ import annotations
 
 import os
+import stat
 import uuid
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from ampctl.distributed.member import VARIABLES, is_rank
+from ampctl.distributed.member import VARIABLES, is_of_torchrun, is_rank
 from ampctl.errors import MachineError, UsageError
+from ampctl.recipe.reading import STDIN
 
 if TYPE_CHECKING:
     from ampctl.recipe.schema import Recipe
@@ -117,6 +119,15 @@ def refuse_in_rank(options: Options) -> None:
             f"{', '.join(given)}: this process is a rank of a job already ({', '.join(names)} "
             "set). Give these options to the launcher that started it; or, if none did, unset "
             "the variables."
+        )
+
+
+def refuse_shared_pipe(source: str) -> None:
+    """Raise UsageError where ranks would each get a part of the recipe in their one pipe."""
+    if source == STDIN and is_of_torchrun() and not stat.S_ISREG(os.fstat(0).st_mode):
+        raise UsageError(
+            "the ranks of torchrun have one standard input, and each would get a part of a pipe: "
+            "name a file, or send it itself (`- < recipe.yaml`)"
         )
 
 

@@ -27,11 +27,12 @@ from ampctl.recipe.layers import (
     merge,
     transform,
 )
+from ampctl.recipe.reading import STANDARD_INPUT, STDIN, read_file, read_once
 from ampctl.recipe.scalar import dump, is_interpolated, unescape
 from ampctl.recipe.schema import TARGET, Recipe
 from ampctl.recipe.suggest import nearest
 from ampctl.recipe.validate import Validation, validate
-from ampctl.recipe.yaml_source import MAX_BYTES, Node, parse_yaml, read_file, text_node
+from ampctl.recipe.yaml_source import MAX_BYTES, Node, parse_yaml, text_node
 
 EXTENDS = "extends"
 DEFAULT = "default"
@@ -45,7 +46,8 @@ class LoadedRecipe:
     it and ``parse_recipe`` both give an equal ``Recipe``. ``digest`` is its SHA-256 in hex.
     ``origins`` maps the dotted key of every leaf to ``recipe.yaml:12``, ``command line`` or
     ``default``; ``explicit`` holds the keys that a file or the command line set. ``source`` and
-    ``overrides`` are the words that named it; there is no source of one out of a checkpoint.
+    ``overrides`` are the words that named it. There is no source of one out of a checkpoint, nor of
+    one that can be read only once, out of standard input or a pipe: ``sent`` is what came there.
     """
 
     recipe: Recipe
@@ -55,6 +57,7 @@ class LoadedRecipe:
     explicit: frozenset[str]
     source: str = field(default="", compare=False)
     overrides: tuple[str, ...] = field(default=(), compare=False)
+    sent: str | None = field(default=None, compare=False, repr=False)
 
     def place(self, key: str) -> str:
         """Return where a key stands; of a mapping or a list, where its first leaf does."""
@@ -68,19 +71,26 @@ class LoadedRecipe:
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Load a recipe file, or a built-in recipe by its name, with ``KEY=VALUE`` overrides.
 
-    Raises ``RecipeError`` that holds every problem of the files and of the overrides.
+    ``-`` is standard input, and extends files of the current folder. Raises ``RecipeError`` that
+    holds every problem of the files and of the overrides.
     """
     problems: list[Problem] = []
-    path, shown = _find(f"{source}")
+    source = f"{source}"
+    path, shown = (Path(STDIN), STANDARD_INPUT) if source == STDIN else _find(source)
+    sent = read_once(source, path)
     try:
-        tree = _read(path, shown, (), problems)
+        if sent is None:
+            tree = _extended(read_file(path, shown), path, shown, (), problems)
+        else:
+            tree = _extended(sent, Path(STDIN), shown, (), problems)
     except RecipeError as error:
         raise RecipeError([*problems, *error.problems]) from None
     tree = apply_overrides(tree, overrides, problems)
     tree = interpolate(tree, default_values(), problems)
     _refuse_pythons_none(tree, problems)
     loaded = _finish(tree, shown, problems)
-    return replace(loaded, source=f"{source}", overrides=tuple(overrides))
+    named = source if sent is None else ""
+    return replace(loaded, source=named, overrides=tuple(overrides), sent=sent)
 
 
 def parse_recipe(text: str, *, where: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -146,11 +156,11 @@ def _find(source: str, *, folder: Path | None = None, where: str = "") -> tuple[
     raise RecipeError([problem])
 
 
-def _read(
-    path: Path, shown: str, chain: Sequence[tuple[Path, str]], problems: list[Problem]
+def _extended(
+    text: str, path: Path, shown: str, chain: Sequence[tuple[Path, str]], problems: list[Problem]
 ) -> Node:
-    """Read a file and the files that it extends, merged; raises if one of them cannot be read."""
-    tree = _mapping_at_top(parse_yaml(read_file(path, shown), shown, problems), shown)
+    """Merge the text of a file with the files that it extends; raises if one cannot be read."""
+    tree = _mapping_at_top(parse_yaml(text, shown, problems), shown)
     assert isinstance(tree.value, Mapping)
     chain = [*chain, (path.resolve(), shown)]
     lost: list[Problem] = []
@@ -162,7 +172,8 @@ def _read(
                 names = " -> ".join([*(each for _, each in chain), name])
                 advice = "take one of the files out of the circle"
                 raise RecipeError([Problem(base.where, EXTENDS, f"a circle: {names}", advice)])
-            layers.append(_read(found, name, chain, problems))
+            text = read_file(found, name)
+            layers.append(_extended(text, found, name, chain, problems))
         except RecipeError as error:
             lost.extend(error.problems)
     if lost:

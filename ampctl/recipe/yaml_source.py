@@ -1,6 +1,6 @@
 """YAML text into nodes that know their line; no key may be given twice, no text be too big.
 
-A fault of the file or of its YAML becomes a ``RecipeError``; what the keys mean is not known here.
+A fault of its YAML becomes a ``RecipeError``; what the keys mean is not known here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -55,30 +54,6 @@ def text_node(text: str, where: str) -> Node:
     return Node(text, where, text, quoted=True)
 
 
-def read_file(path: Path, shown: str) -> str:
-    """Read a recipe file as UTF-8 text; ``shown`` is its name in messages."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except IsADirectoryError:
-        raise _refusal(shown, "is a folder, not a recipe file", "name the file") from None
-    except PermissionError:
-        raise _refusal(shown, "may not be read", "give yourself read permission") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or f"{error}"
-        raise _refusal(shown, f"cannot be read: {reason}") from None
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise _refusal(shown, "is UTF-16 text, not UTF-8", "save it as UTF-8")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        if len(data) > MAX_BYTES:
-            raise _too_big(shown) from None
-        line = data.count(b"\n", 0, error.start) + 1
-        message = f"is not UTF-8 text (byte 0x{data[error.start]:02x})"
-        raise _refusal(f"{shown}:{line}", message, "save it as UTF-8") from None
-
-
 def parse_yaml(text: str, where: str, problems: list[Problem]) -> Node:
     """Read YAML text into a node; ``where`` names it in messages.
 
@@ -87,7 +62,7 @@ def parse_yaml(text: str, where: str, problems: list[Problem]) -> Node:
     """
     root = _compose(text, where)
     if root is None:
-        raise _refusal(where, "is empty", "a recipe needs at least name, model, task and data")
+        raise refusal(where, "is empty", "a recipe needs at least name, model, task and data")
     return _Construction(where, problems).node(root, f"{where}:{root.start_mark.line + 1}", depth=1)
 
 
@@ -101,12 +76,14 @@ def parse_value(text: str, where: str, problems: list[Problem]) -> Node:
     return _Construction(where, problems, lines=False).node(root, where, depth=1)
 
 
-def _refusal(where: str, message: str, advice: str = "") -> RecipeError:
+def refusal(where: str, message: str, advice: str = "") -> RecipeError:
+    """Return the error of a text that is no recipe."""
     return RecipeError([Problem(where, "", message, advice)])
 
 
-def _too_big(where: str) -> RecipeError:
-    return _refusal(where, f"is larger than {MAX_BYTES:,} bytes, the most that a recipe may have")
+def too_big(where: str) -> RecipeError:
+    """Return the error of a text of more than ``MAX_BYTES``."""
+    return refusal(where, f"is larger than {MAX_BYTES:,} bytes, the most that a recipe may have")
 
 
 class _Loader(yaml.BaseLoader):
@@ -136,7 +113,7 @@ class _Loader(yaml.BaseLoader):
 
 def _compose(text: str, where: str) -> yaml.Node | None:
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
-        raise _too_big(where)
+        raise too_big(where)
     try:
         loader = _Loader(text)
         return loader.get_single_node()
@@ -145,10 +122,10 @@ def _compose(text: str, where: str) -> yaml.Node | None:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         message = f"holds the character U+{ord(text[error.position]):04X}, which is no text"
-        raise _refusal(f"{where}:{line}", message, "is this a recipe? save it as text") from None
+        raise refusal(f"{where}:{line}", message, "is this a recipe? save it as text") from None
     except (ValueError, OverflowError):
         # PyYAML turns "\UFFFFFFFF" into a character without asking whether there is one.
-        raise _refusal(where, r"holds a \U escape that is no character") from None
+        raise refusal(where, r"holds a \U escape that is no character") from None
 
 
 def _syntax_error(error: yaml.MarkedYAMLError, text: str, where: str) -> RecipeError:
@@ -167,7 +144,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, where: str) -> RecipeE
     shown = line.strip(" ").replace("\t", "<TAB>")
     shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
     place = f"{where}:{mark.line + 1}:{mark.column + 1}"
-    return _refusal(place, f"{message}\n    | {shown}", advice)
+    return refusal(place, f"{message}\n    | {shown}", advice)
 
 
 @dataclass
@@ -238,9 +215,9 @@ class _Construction:
         if self.made > MAX_NODES or self.characters > MAX_BYTES:
             message = f"holds more than {MAX_NODES:,} values or {MAX_BYTES:,} characters"
             advice = "each alias (*name) counts as all that its anchor holds"
-            raise _refusal(self.where(node), message, advice)
+            raise refusal(self.where(node), message, advice)
         if depth > MAX_DEPTH:
-            raise _refusal(self.where(node), f"nested deeper than {MAX_DEPTH}")
+            raise refusal(self.where(node), f"nested deeper than {MAX_DEPTH}")
 
     def text(self, node: yaml.ScalarNode) -> str:
         text: str = node.value

@@ -23,7 +23,8 @@ from ampctl.checkpoint.store import load
 from ampctl.distributed import member
 from ampctl.distributed.env import ended_at_once
 from ampctl.errors import AmpctlError, CheckpointError, UsageError
-from ampctl.recipe.load import load_recipe
+from ampctl.recipe.load import LoadedRecipe, load_recipe
+from ampctl.recipe.reading import STDIN
 from ampctl.train.verdict import Difference, Noted, advice, no_boundary, words
 from ampctl.train.witness import PARTS
 
@@ -60,10 +61,11 @@ def prove(source: str, overrides: Sequence[str], *, steps: int, notify: Notify) 
         "checkpoint.asynchronous=false",
     ]
     changed = [*overrides, *ours]
-    limits = load_recipe(source, changed).recipe.train
+    loaded = load_recipe(source, changed)
+    limits = loaded.recipe.train
     heeded = ended_at_once("before it was proved: nothing is left behind")
     with tempfile.TemporaryDirectory(prefix="ampctl-verify-") as place, heeded:
-        facts = _prove(Path(place), source, changed, steps, notify)
+        facts = _prove(Path(place), loaded, steps, notify)
     if facts["exact"] and facts["steps"] == steps and limits.max_epochs != 1:
         facts["found"] += no_boundary(facts)
     return facts
@@ -75,9 +77,9 @@ def require_exact(facts: Facts) -> None:
         raise CheckpointError(f"the recipe does not resume exactly: {facts['found']}")
 
 
-def _prove(place: Path, source: str, changed: list[str], steps: int, notify: Notify) -> Facts:
+def _prove(place: Path, loaded: LoadedRecipe, steps: int, notify: Notify) -> Facts:
     notify(f"training {steps} steps straight")
-    straight = _run(place, "straight", recipe=source, overrides=changed)
+    straight = _train(place, "straight", loaded)
     last = max(map(int, straight["states"]))
     if last < 2:
         raise UsageError(f"the run is over after {last} step: it takes two to stop in between")
@@ -95,12 +97,12 @@ def _prove(place: Path, source: str, changed: list[str], steps: int, notify: Not
         checkpoint = place / "straight" / FOLDER / file_name(stop, True)
         if not checkpoint.exists():
             raise CheckpointError(f"the state after step {stop} is not finite: nothing to resume")
-        resumed = _run(place, f"resumed-{stop}", source=f"{checkpoint}")
+        resumed = _run(place, f"resumed-{stop}", {"source": f"{checkpoint}"})
         found = compare(straight, resumed, stop, last)
         if found is None:
             continue
         notify("training straight once more, to tell whether that repeats")
-        again = _run(place, "again", recipe=source, overrides=changed)
+        again = _train(place, "again", loaded)
         other = compare(straight, again, 0, last)
         repeats = other is None or other.step > found.step
         hidden = _hidden(straight, resumed, stop)
@@ -181,12 +183,16 @@ def _largest(straight: Path, other: Path, found: Difference) -> dict[str, Any] |
     return None
 
 
-def _run(place: Path, name: str, **what: Any) -> Noted:
+def _train(place: Path, name: str, loaded: LoadedRecipe) -> Noted:
+    words = {"recipe": loaded.source or STDIN, "overrides": loaded.overrides, "source": None}
+    return _run(place, name, words, loaded.sent)
+
+
+def _run(place: Path, name: str, words: Mapping[str, Any], sent: str | None = None) -> Noted:
     """Make one run in a process of its own; return what its witness noted."""
     spec = place / f"{name}.json"
-    wanted = {"recipe": None, "overrides": [], "source": None, **what}
-    spec.write_text(json.dumps({**wanted, "run_dir": f"{place / name}"}), encoding="utf-8")
-    code, said = _in_process(spec)
+    spec.write_text(json.dumps({**words, "run_dir": f"{place / name}"}), encoding="utf-8")
+    code, said = _in_process(spec, sent)
     noted = spec.with_suffix(".found")
     found = json.loads(noted.read_text(encoding="utf-8")) if noted.exists() else {}
     if "error" in found:
@@ -197,15 +203,18 @@ def _run(place: Path, name: str, **what: Any) -> Noted:
     return dict(found)
 
 
-def _in_process(spec: Path) -> tuple[int, str]:
-    """Run a witness in a new interpreter; return its exit code and what it said on stderr."""
+def _in_process(spec: Path, sent: str | None) -> tuple[int, str]:
+    """Run a witness in a new interpreter; return its exit code and what it said on stderr.
+
+    ``sent``: a text for its standard input.
+    """
     command = [sys.executable, "-m", "ampctl.train.witness", f"{spec}"]
     done = subprocess.run(
         command,
-        stdin=subprocess.DEVNULL,
+        input=sent or "",
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         errors="replace",
     )
     return done.returncode, done.stderr

@@ -219,8 +219,6 @@ def _start_anew(path: Path, text: str, loaded: LoadedRecipe, options: str) -> li
     saved in the checkpoint, or is written to a file first.
     """
     needed, recipe = [], loaded.source
-    if recipe in ("-", "/dev/stdin"):  # it can be read once
-        recipe = ""
     if not recipe:
         of_run = path.parent.parent / RECIPE
         with suppress(OSError, UnicodeError):  # of half a surrogate pair, which no file holds
