@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ampctl.data.move import tensors
 from ampctl.errors import UsageError
 from ampctl.recipe.arguments import parameters_of
 
@@ -67,14 +68,15 @@ class Task:
         """Return how many items the loss and the metrics are means over; it may be a fraction.
 
         By it batches are weighed in a step, on several ranks and in evaluation; one of 0 items
-        takes no part. Here: samples, the first dimension of the first tensor in the batch. Raises
-        UsageError if the batch holds no tensor with a dimension.
+        takes no part. Here: samples, the first dimension of the first tensor in the batch, or the
+        length of a list that a ``collate_fn`` has left of the samples. Raises UsageError if the
+        batch holds neither.
         """
-        count = _first_dimension(batch)
+        count = _num_samples(batch)
         if count is None:
             raise UsageError(
                 f"a batch of type {type(batch).__name__} holds no tensor whose first dimension "
-                "counts the samples; give the task a method num_items(batch)"
+                "counts the samples, and no list of them; give the task a method num_items(batch)"
             )
         return count
 
@@ -170,15 +172,43 @@ class _Adapted(Task):
         return type(self.inner).__name__
 
 
-def _first_dimension(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor found, depth first; scalars have none."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    if not isinstance(batch, Mapping | tuple | list):
-        return None
-    for part in parts:
-        count = _first_dimension(part)
-        if count is not None:
-            return count
-    return None
+def _num_samples(batch: Any) -> int | None:
+    """Return how many samples a batch holds, or None if that does not show.
+
+    Samples that were stacked have one first dimension in all tensors. A batch with others, or with
+    numbers, may hold them as they were: in lists of one length, for images and targets say, or as a
+    list of (image, target). If not, the first tensor counts, one that is not inside others first.
+    """
+    parts = _parts(batch)
+    firsts = set(_first_dimensions(batch))
+    if len(firsts) > 1 and parts:
+        if isinstance(batch, list) and len({*map(_form, parts)}) == 1:
+            return len(parts)
+        lengths = {len(part) if isinstance(part, tuple | list) else None for part in parts}
+        if len(lengths) == 1 and None not in lengths:
+            return lengths.pop()
+    direct = [part for part in parts if isinstance(part, Tensor)]
+    return next((each.shape[0] for each in (*direct, *tensors(batch)) if each.ndim), None)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, tuple | list) else []
+
+
+def _first_dimensions(value: Any) -> Iterator[int | None]:
+    """Yield the first dimension of each tensor; None for a number."""
+    if isinstance(value, Tensor):
+        yield value.shape[0] if value.ndim else None
+    elif isinstance(value, int | float):
+        yield None
+    for part in _parts(value):
+        yield from _first_dimensions(part)
+
+
+def _form(value: Any) -> Any:
+    """Return what samples of one data set have in common."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.ndim
+    return type(value), *(value if isinstance(value, Mapping) else map(_form, _parts(value)))

@@ -326,3 +326,46 @@ def test_a1_check_tries_a_step_that_has_items() -> None:
     nothing = ["data.train.size=100", "data.train.ignored=99", "data.shuffle=false"]
     with pytest.raises(UsageError, match="the first 10 steps have no items"):
         check_recipe(load_recipe("recipe.yaml", nothing))
+
+
+def image(height: int = 8) -> Tensor:
+    return torch.zeros(3, height, 8)
+
+
+def target(boxes: int) -> dict[str, Any]:
+    return {"boxes": torch.zeros(boxes, 4), "labels": torch.zeros(boxes), "image_id": 1}
+
+
+STACKED = torch.zeros(5, 3, 8, 8)
+DETECTION = [(image(8), target(2)), (image(6), target(1)), (image(8), target(0)), (image(8), {})]
+BATCHES: dict[str, tuple[Any, int | None]] = {
+    "stacked": ((STACKED, torch.zeros(5)), 5),
+    "stacked, as torch nests it": ([[STACKED, STACKED], {"y": torch.zeros(5)}], 5),
+    "stacked, with texts": ({"text": ["a"] * 5, "x": STACKED}, 5),
+    "tuples of images and targets": (tuple(zip(*DETECTION, strict=True)), 4),
+    "lists of them": ([*map(list, zip(*DETECTION, strict=True))], 4),
+    "one image": (([image()], [target(2)]), 1),
+    "images of one size and classes": (((image(), image()), (1, 0)), 2),
+    "a dictionary of lists": ({"images": [image()] * 4, "targets": [target(3)] * 4}, 4),
+    "a list of pairs": ([(image(), target(n)) for n in range(6)], 6),
+    "a list of dictionaries": ([target(n) for n in range(7)], 7),
+    "a list of sequences": ([torch.zeros(n, 16) for n in (9, 2, 4)], 3),
+    "images stacked, targets not": ((STACKED, [target(n) for n in range(5)]), 5),
+    "targets first": ({"labels": [target(3)] * 5, "x": STACKED}, 5),
+    "a tuple of fields": ((torch.zeros(8, 16), torch.zeros(9, 16)), 8),
+    "with a number": ({"x": torch.zeros(8, 16), "length": 3}, 8),
+    "a tensor": (torch.zeros(8), 8),
+    "nothing": ({"x": torch.zeros(()), "y": "a"}, None),
+}
+
+
+@pytest.mark.parametrize(("batch", "count"), BATCHES.values(), ids=BATCHES)
+def test_samples_are_counted_where_a_collate_function_leaves_them_in_lists(
+    batch: Any, count: int | None
+) -> None:
+    task = Task()
+    if count is None:
+        with pytest.raises(UsageError, match=r"give the task a method num_items\(batch\)"):
+            task.num_items(batch)
+    else:
+        assert task.num_items(batch) == count

@@ -9,6 +9,7 @@ import multiprocessing
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +79,8 @@ def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TESTS))
     for name in ("own_parts.py", "faulty_parts.py"):
         shutil.copy(TESTS / name, folder)
+        # Those of another test are of another folder, whose code this recipe is not trained with.
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     (folder / "recipe.yaml").write_text(RECIPE)
 
 

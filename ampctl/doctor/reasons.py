@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -154,13 +155,13 @@ def _indefinite(event: Event) -> Reason | None:
         return None
     zero = "0 / 0" if event.holds.nan else "division by zero"
     forward = _forward_name(event)
-    if event.node is not None and forward not in (*_DIVISIONS, "log", "sqrt", "pow"):
+    if forward and forward not in (*_DIVISIONS, "log", "sqrt", "pow"):
         return Reason(
             f"the derivative of {forward} is not finite in {where}: {zero}",
             f"keep the argument of {forward} away from where that is so: add an eps to it, or "
             "clamp it",
         )
-    if event.node is not None and forward in ("log", "sqrt", "pow", "rsqrt"):
+    if forward in ("log", "sqrt", "pow", "rsqrt"):
         return Reason(
             f"the derivative of {forward} at 0 is not finite: {zero} in {where}",
             f"keep the argument of {forward} above 0: add an eps to it, or clamp it",
@@ -222,8 +223,12 @@ def _plain(event: Event) -> str:
 
 
 def _forward_name(event: Event) -> str:
-    """Return the forward operation that an autograd node is of: LogBackward0 is of log."""
-    return (event.node or "").partition("Backward")[0].lower()
+    """Return the forward operation that a node of torch's is of: LogBackward0 is of log.
+
+    "" for none, and for the backward of a Function of the user's own, which is named by its lines.
+    """
+    node = re.fullmatch(r"(\w+)Backward\d+", event.node or "")
+    return node[1].lower() if node else ""
 
 
 def _eps(event: Event) -> str:
