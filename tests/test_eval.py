@@ -47,6 +47,14 @@ def train(run_dir: str = "a", *overrides: str) -> Path:
     return Path(run_dir)
 
 
+def train_by_command(folder: Path, *overrides: str) -> None:
+    """Train with the code in the folder, so that commands in other processes trust it there."""
+    (folder / "own_parts.py").write_bytes((TESTS / "own_parts.py").read_bytes())
+    with starting(folder) as start:
+        ended = start("train", "recipe.yaml", "--run-dir", "a", *EVERY_STEP, *overrides).wait()
+    assert ended.code == 0, ended
+
+
 def run(*argv: str, code: int = 0) -> Result:
     result = CliRunner().invoke(app, argv)
     assert result.exit_code == code, (result.stdout, result.stderr, result.exc_info)
@@ -167,9 +175,8 @@ def test_another_split_may_be_named(folder: Path) -> None:
 
 
 def test_dd3_ranks_evaluate_as_one_does(folder: Path) -> None:
-    train("a", "data.eval.size=7", "task={_target_: ampctl.tasks.Classification}")
-    (folder / "own_parts.py").write_bytes((TESTS / "own_parts.py").read_bytes())
-    alone = evaluated("a")
+    train_by_command(folder, "data.eval.size=7", "task={_target_: ampctl.tasks.Classification}")
+    alone = evaluated("a", "--trust")
     place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
     with ExitStack() as stack:  # as torchrun starts them
         running = []
@@ -194,9 +201,8 @@ def test_batches_are_those_of_training_on_another_number_of_ranks_too() -> None:
 
 
 def test_our_launcher_evaluates_and_its_first_rank_tells_the_outcome(folder: Path) -> None:
-    train("a", "task={_target_: ampctl.tasks.Classification}")
-    (folder / "own_parts.py").write_bytes((TESTS / "own_parts.py").read_bytes())
-    alone = evaluated("a", "--raw", "data.eval.size=5")
+    train_by_command(folder, "task={_target_: ampctl.tasks.Classification}")
+    alone = evaluated("a", "--trust", "--raw", "data.eval.size=5")
     with starting(folder) as start:
         flags = ("--raw", "--json", "--nproc-per-node", "2")
         ended = start("eval", *flags, "a", "data.eval.size=5").wait()
@@ -234,7 +240,7 @@ def test_a_fault_of_the_data_or_the_task_is_told_as_in_training() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_ends_an_evaluation(folder: Path, number: signal.Signals, code: int) -> None:
-    train("a")
+    train_by_command(folder)
     (folder / "slow_part.py").write_text(
         "import pathlib, time\n"
         "from own_parts import Augmented\n"
@@ -244,7 +250,6 @@ def test_a_signal_ends_an_evaluation(folder: Path, number: signal.Signals, code:
         "        time.sleep(1)\n"
         "        return super().__getitem__(index)\n"
     )
-    (folder / "own_parts.py").write_bytes((TESTS / "own_parts.py").read_bytes())
     with starting(folder) as start:
         running = start("eval", "a", "data.eval={_target_: slow_part.Slow, size: 500}")
         running.until(lambda: (folder / "reading").exists())

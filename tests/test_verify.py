@@ -201,12 +201,16 @@ def test_what_a_kill_leaves_is_a_note_and_what_someone_removed_is_a_problem(run_
     assert facts["notes"][1].startswith(".step-00000004.pt.99.tmp: ")
     index.write_text(json.dumps(rows))
     (folder / ".step-00000004.pt.99.tmp").unlink()
-    shutil.copy(folder / NAME, folder / "step-00000009.pt")
-    (note,) = facts_of("a")["notes"]  # killed between index and unlink
-    assert note.startswith("step-00000009.pt: index.json does not tell of it")
-    (folder / "step-00000009.pt").unlink()
     best = os.readlink(folder / "best.pt")
     gone = next(name for name in ("step-00000001.pt", "step-00000002.pt") if name != best)
+    index.write_text(json.dumps([row for row in rows if row["file"] != gone]))
+    (note,) = facts_of("a")["notes"]  # killed between index and unlink
+    assert note.startswith(f"{gone}: index.json does not tell of it")
+    index.write_text(json.dumps(rows))
+    shutil.copy(folder / NAME, folder / "step-00000009.pt")
+    (problem,) = facts_of("a", code=4)["problems"]
+    assert problem == "step-00000009.pt: it is of step 3, not 9"
+    (folder / "step-00000009.pt").unlink()
     (folder / gone).unlink()
     (problem,) = facts_of("a", code=4)["problems"]
     assert problem.startswith(f"{gone}: index.json tells of it")

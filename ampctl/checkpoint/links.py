@@ -24,7 +24,7 @@ def require_own_folders(run_dir: Path) -> None:
     The run folder itself may be one, or lie behind one.
     """
     for name in (FOLDER, "logs", "crash"):
-        if (run_dir / name).is_symlink():
+        if os.path.islink(run_dir / name):
             raise CheckpointError(
                 f"{run_dir / name} is a link, and a run writes and removes files there: put a "
                 "folder in its place. To keep runs on another disk, train with a --run-dir there, "
@@ -42,7 +42,7 @@ def followed(source: Path) -> Path:
         for inner in (path, path.parent):
             if inner.name == FOLDER:
                 require_own_folders(inner.parent)
-        if not path.is_symlink():
+        if not os.path.islink(path):
             return Path(os.path.realpath(path))
         target = os.readlink(path)
         if path.parent.name == FOLDER and os.path.basename(target) != target:
