@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch.distributed import HashStore
 
 from ampctl.distributed.attendance import Attendance, _place
+from ampctl.distributed.env import has_work
 from ampctl.distributed.failure import RankFailedError
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.errors import MachineError
@@ -90,12 +93,25 @@ def test_the_error_of_a_rank_that_ended_is_handed_on_with_its_code() -> None:
     assert raised.value.__cause__ is not None  # so that it is known to follow from another's
 
 
-def test_a_rank_that_waits_for_its_device_for_too_long_ends_before_the_watchdog_of_nccl(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A device of four that has work left as long as ``busy`` says so."""
+    state = SimpleNamespace(busy=True, device=torch.device("cuda:3"))
+    monkeypatch.setattr("ampctl.distributed.attendance.use_device", lambda _: None)
+    monkeypatch.setattr(
+        "ampctl.distributed.attendance.has_work",
+        lambda device: device == state.device and state.busy,
+    )
+    return state
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_e7_a_rank_that_waits_for_its_device_for_too_long_ends_before_the_watchdog_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, device: SimpleNamespace, busy: bool
 ) -> None:
-    """Where it waits for NCCL, no exception comes; torch's file names tell."""
+    """Where it waits for NCCL no exception comes, whatever call it waits in: here a lock's."""
     told: list[str] = []
-    left = threading.Lock()  # waited for in native code, as an event of CUDA is
+    left = threading.Lock()  # waited for in native code, as by `.item()`
     left.acquire()
 
     def leave(self: Attendance, verdict: str) -> None:
@@ -104,15 +120,59 @@ def test_a_rank_that_waits_for_its_device_for_too_long_ends_before_the_watchdog_
             left.release()
 
     monkeypatch.setattr(Attendance, "_leave", leave)
-    scope: dict[str, Any] = {}
-    file = torch.cuda.streams.__file__  # where Event.synchronize is
-    exec(compile("def synchronize(lock): return lock.acquire(timeout=120)", file, "exec"), scope)
-    mine, _ = attendance()
+    device.busy = busy
+    mine = Attendance(Ranks(0, 2), HashStore(), 0.01, device.device)
     mine.doing = "step 5"
     with mine.open():
-        assert scope["synchronize"](left)
+        assert left.acquire(timeout=120 if busy else 2) == busy
+    if not busy:
+        assert told == []  # it is in something of its own
+        return
     assert told[0].startswith("rank 0 waited for 0.01 minutes")
     assert "rank 1 gave no sign of life" in told[0]
+
+
+def test_e7_a_rank_that_waits_for_its_device_is_not_told_as_one_that_is_elsewhere(
+    device: SimpleNamespace,
+) -> None:
+    store = HashStore()
+    mine = Attendance(Ranks(0, 2), store, 0.01, device.device)
+    left = threading.Lock()
+    left.acquire()
+
+    def waits() -> bool:
+        return bool(json.loads(store.get("place/0"))["waits"])
+
+    def look() -> None:
+        deadline = time.monotonic() + 60
+        while not waits() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        left.release()
+
+    mine._minutes = 10.0  # it is to tell its place, not to end
+    threading.Thread(target=look).start()
+    with mine.open():
+        left.acquire()
+        assert waits()
+
+
+def test_e7_a_device_has_work_until_its_stream_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    third = torch.device("cuda:3")
+
+    def stream(device: torch.device) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(query=lambda: answers.pop(0))
+
+    answers: list[bool] = [False, True]
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert has_work(third)
+    assert not has_work(third)
+    assert asked == [third, third]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not has_work(third)  # to ask would open a context
+    assert not has_work(torch.device("cpu"))
 
 
 def test_equal_words_of_two_ranks_are_said_once() -> None:

@@ -21,15 +21,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ampctl.distributed import failure
+from ampctl.distributed.env import has_work, use_device
 from ampctl.distributed.ranks import Ranks
 from ampctl.errors import AmpctlError, MachineError, UsageError
 from ampctl.recipe.fault import is_users_own_file
 
 LONGEST_PERIOD_S = 2.0
-_WAITING = ("torch/distributed/", "torch/nn/parallel/", "torch/cuda/streams", "torch/xpu/streams")
+_WAITING = ("torch/distributed/", "torch/nn/parallel/")
+_CPU = torch.device("cpu")
 _ENDED, _VERDICT, _STOP = "ended", "verdict", "stop"
 _HOME = Path(__file__).parents[1]
 _OUTERMOST = f"{_HOME / 'cli'}/"
@@ -39,14 +42,17 @@ class Attendance:
     """Where this rank is, and where the others are; alone, nothing is told.
 
     ``doing`` says in words what is going on, and ``step`` which step has been begun; the training
-    sets them. ``minutes``: how long a rank waits for the others.
+    sets them. ``minutes``: how long a rank waits for the others; ``device``: what it trains on.
     """
 
-    def __init__(self, ranks: Ranks, store: Store | None, minutes: float) -> None:
+    def __init__(
+        self, ranks: Ranks, store: Store | None, minutes: float, device: torch.device = _CPU
+    ) -> None:
         self.doing = "the start"
         self.step = 0
         self.is_stopped = False
         self._ranks, self._store, self._minutes = ranks, store, minutes
+        self._device = device
         self._period_s = min(LONGEST_PERIOD_S, minutes * 60 / 4)
         self._training = threading.main_thread().ident
         self._over = threading.Event()
@@ -172,6 +178,7 @@ class Attendance:
     def _watch(self) -> None:
         """Tell this rank's place until the end, and end the process if it is found to be stuck."""
         assert self._store is not None
+        use_device(self._device)
         with contextlib.suppress(RuntimeError):  # the store goes with the job
             while not self._over.wait(self._period_s):
                 self._beat()
@@ -181,7 +188,7 @@ class Attendance:
                     os.kill(os.getpid(), int(self._store.get(_STOP)))
                 if self._store.check([_VERDICT]):
                     self._end_if_stuck(self._store.get(_VERDICT).decode())
-                elif self._waits_for_device():
+                elif self._waits_for_device(self._minutes * 60):
                     self._leave(f"{self._found_out(has_waited=True)}")
 
     def _beat(self) -> None:
@@ -190,22 +197,22 @@ class Attendance:
         frame = sys._current_frames().get(self._training or 0)
         if not self._waited:  # else it looks for the others by now
             self._at = _place(frame)
-        waits = self._waited or _waits(frame)
+        waits = self._waited or _waits(frame) or self._waits_for_device(self._period_s / 2)
         place = {"doing": self.doing, "step": self.step, "at": self._at, "waits": waits}
         now = {"beat": self._beats, **place}
         self._store.set(f"place/{self._ranks.rank}", json.dumps(now))
 
-    def _waits_for_device(self) -> bool:
-        """Tell whether the training has waited for its device for as long as ranks wait.
+    def _waits_for_device(self, seconds: float) -> bool:
+        """Return whether the training has waited for its device for so long, by whatever call.
 
-        It is NCCL that waits there, and its own watchdog would end the process without a word.
+        It has if it is at the same instruction all the while, with work left on the device. What
+        waits there is NCCL, whose own watchdog would end the process without a word.
         """
         frame = sys._current_frames().get(self._training or 0)
-        waits = frame is not None and "/streams" in frame.f_code.co_filename and _waits(frame)
-        what = (id(frame), self.doing) if waits else None
-        if what is None or what != self._since[1]:
-            self._since = (time.monotonic(), what)
-        return what is not None and time.monotonic() - self._since[0] > self._minutes * 60
+        place = None if frame is None else (id(frame), frame.f_lasti, self.doing)
+        if place != self._since[1]:
+            self._since = (time.monotonic(), place)
+        return time.monotonic() - self._since[0] > seconds and has_work(self._device)
 
     def _end_if_stuck(self, verdict: str) -> None:
         """Give the training a moment to find out by itself; then end this process."""

@@ -89,6 +89,17 @@ def use_device(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device.index or 0)
 
 
+def has_work(device: torch.device) -> bool:
+    """Return whether an accelerator has not yet done what this process has asked of it."""
+    if device.type not in ("cuda", "xpu"):
+        return False
+    module = torch.get_device_module(device)
+    try:
+        return module.is_initialized() and not module.current_stream(device).query()
+    except RuntimeError:  # a kernel has failed, which the training finds out itself
+        return False
+
+
 def _count(kind: str) -> int:
     if kind == "cuda":
         return torch.cuda.device_count() if torch.cuda.is_available() else 0

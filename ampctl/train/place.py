@@ -60,6 +60,6 @@ def joined(loaded: LoadedRecipe) -> Iterator[Place]:
     with job.joined(ranks, backend=config.backend, device=device, minutes=minutes) as meeting:
         # A connection of its own: what waits in the store does not hold up who asks it.
         store = meeting.store.clone() if meeting is not None and ranks.size > 1 else None
-        attendance = Attendance(ranks, store, minutes)
+        attendance = Attendance(ranks, store, minutes, device)
         with attendance.open():
             yield Place(ranks, Begun(meeting, ranks), attendance)
