@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -198,48 +197,6 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether torch brings the optimizer's class, so that what it keeps is known."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
-
-
-def state_names(optimizer: torch.optim.Optimizer) -> list[frozenset[str] | None]:
-    """Name what the optimizer keeps of each of its parameters once it has stepped, in their order.
-
-    A copy of it steps on a tiny parameter of the same number of dimensions. None where that cannot
-    be known: for LBFGS and for SparseAdam, and for a class that is not torch's, which may hold on
-    to more than a copy can leave alone.
-    """
-    found: dict[tuple[int, int], frozenset[str] | None] = {}
-    names = []
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            kind = (number, parameter.ndim)
-            if kind not in found:
-                found[kind] = _names_for(optimizer, group, parameter)
-            names.append(found[kind])
-    return names
-
-
-def _names_for(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
-) -> frozenset[str] | None:
-    kind = type(optimizer)
-    if not is_torchs_own(optimizer) or needs_closure(optimizer):
-        return None
-    if parameter in optimizer.state:  # some make it when they are built
-        return frozenset(optimizer.state[parameter])
-    shape = (1,) * parameter.ndim
-    tiny = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
-    tiny.grad = torch.zeros_like(tiny)
-    probe: torch.optim.Optimizer = object.__new__(kind)
-    # Hooks of others, and the counter that a scheduler puts in place of `step`, are not for this.
-    own = {name: value for name, value in vars(optimizer).items() if name != "step"}
-    hooks = {name: OrderedDict[int, Any]() for name in own if name.endswith("_hooks")}
-    one = {**group, "params": [tiny], "param_names": ["tiny"]}
-    vars(probe).update({**own, **hooks, "state": defaultdict(dict), "param_groups": [one]})
-    try:
-        kind.step(probe)
-    except RuntimeError:  # SparseAdam takes sparse gradients alone
-        return None
-    return frozenset(name for name, value in probe.state[tiny].items() if value is not None)
 
 
 def counted_in_groups(optimizer: torch.optim.Optimizer) -> set[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -26,6 +27,7 @@ from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET, Block, block_key, by_name
 from ampctl.recipe.target import build, locate
+from ampctl.tiny_step import steps_fused
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")  # the kernels of MPS do not look at found_inf
 
@@ -157,12 +159,12 @@ def _build_optimizer(
     if sharded and not _steps_shards(block):
         fusable = False
     if fusable and not any(name in block for name in optim.KERNEL_CHOICES):
-        try:
-            return _checked_optimizer(loaded, key, {**block, "fused": True}, groups)
-        except RecipeError:
-            # Not every optimizer has a fused kernel for every device; if the fault is another
-            # one, the plain form below has it too.
-            pass
+        # Not every optimizer has a fused kernel for every device; if the fault is another one, the
+        # plain form below has it too.
+        with suppress(RecipeError):
+            fused = _checked_optimizer(loaded, key, {**block, "fused": True}, groups)
+            if steps_fused(fused):
+                return fused
     return _checked_optimizer(loaded, key, block, groups)
 
 

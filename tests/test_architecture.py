@@ -50,6 +50,7 @@ FLOORS = {
     "models": 1,
     "modes": 1,
     "optim": 1,
+    "tiny_step": 1,
     "own_code": 1,
     "lacking": 1,
     "saved": 1,

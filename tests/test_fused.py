@@ -160,3 +160,21 @@ def test_d3_a_parameter_without_values_is_named() -> None:
             "AdamW",
             "model={_target_: torch.nn.Linear, in_features: 8, out_features: 4, device: meta}",
         )
+
+
+def test_e11_a_fused_kernel_that_the_device_lacks_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As fused Adagrad on CUDA before torch 2.11: it is built, and refuses its first step."""
+    step = torch.optim.Adagrad.step
+
+    def refusing(self: torch.optim.Adagrad, *arguments: Any) -> Any:
+        if self.param_groups[0]["fused"]:
+            raise RuntimeError("`fused=True` requires all the params to be on a CPU")
+        return step(self, *arguments)
+
+    assert fused(made("Adagrad"))
+    monkeypatch.setattr(torch.optim.Adagrad, "step", refusing)
+    job = made("Adagrad")
+    assert not fused(job)
+    assert not any(report.skipped for report in steps(job)[1])
