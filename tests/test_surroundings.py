@@ -75,6 +75,7 @@ def test_d9_a_current_folder_that_was_removed_is_told(folder: Path) -> None:
         (["train", "r.yaml", "--rdzv-endpoint", ""], "--rdzv-endpoint"),
         (["train", ""], "argument 1"),
         (["train", "r.yaml", ""], "argument 2"),
+        (["train", "r.yaml", "--quiet", ""], "argument 3"),
         (["resume", ""], "argument 1"),
         (["resume", "d", "--run-dir", ""], "--run-dir"),
         (["inspect", ""], "argument 1"),

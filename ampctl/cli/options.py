@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 
 class Command(TyperCommand):
@@ -17,10 +17,15 @@ class Command(TyperCommand):
         """Refuse an empty argument, or value of an option, by name; then read them."""
         for place, word in enumerate(args):
             if not word.strip() or re.fullmatch(r"--[\w-]+=\s*", word):
-                before = args[place - 1] if place and args[place - 1].startswith("--") else ""
+                before = args[place - 1] if place and args[place - 1] in self._with_value() else ""
                 name = word.partition("=")[0].strip() or before or f"argument {place + 1}"
                 raise typer.BadParameter(f"{name} is empty; is a variable of the shell unset?")
         return super().parse_args(ctx, args)
+
+    def _with_value(self) -> set[str]:
+        """Return the options that take the next word for their value."""
+        options = (each for each in self.params if isinstance(each, TyperOption))
+        return {name for each in options if not each.is_flag for name in each.opts}
 
 
 RecipeArgument = Annotated[

@@ -256,13 +256,13 @@ def _prepare(job: Job, run_dir: Path, origin: Origin | None, console: Console) -
     """Examine a job and restore its state; return None if the run is complete already."""
     require_same_data(job)
     refuse_unsavable(job, begun=False)
-    refuse_lone_sample(job)
     for finding in (*schedule_findings(job), *preflight(job)):
         if job.state.ranks.is_first:
             console.warn(str(finding))
     for note in words.without_effect(job, world_size=job.state.ranks.size):
         console.note(note)
     if origin is None:
+        refuse_lone_sample(job)
         return job
     changes = recipe_changes(origin.saved_recipe, job.loaded)
     if changes:
@@ -270,6 +270,7 @@ def _prepare(job: Job, run_dir: Path, origin: Origin | None, console: Console) -
     restore(job, origin, console.note)
     reason = finished(job)
     if reason is None or evaluation_was_cut_off(job):
+        refuse_lone_sample(job)  # after the restoring, which tells of data of another length
         return job
     console.finish(words.already_complete(job, run_dir, reason))
     return None
