@@ -347,10 +347,11 @@ def test_a_hostile_index_of_parts_runs_nothing(saved: Path) -> None:
         tried(lambda m, info=info: setattr(m.storage_data[info], "offset", -(10**9)))
         break
     # The state of a class would be that of all its objects: `_str`, say, the name of every path.
+    # Torch 2.10 tells only that there is no metadata, not why.
     for named in (b"cpathlib\nPosixPath\n", b"ctorch.serialization\n_get_layout\n"):
         state = b"}" + text("mark") + text("x") + b"s"
         forged(newest, ".metadata", b"\x80\x02" + named + b"N" + state + b"\x86b.")
-        with pytest.raises(CheckpointError, match="changes what it names"):
+        with pytest.raises(CheckpointError, match=r"changes what it names|metadata is None"):
             load(newest, notify=pytest.fail)
     assert not hasattr(Path, "mark")
     tried(lambda m: m.storage_data.clear())

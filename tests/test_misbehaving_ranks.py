@@ -182,7 +182,7 @@ def test_a_rank_stuck_in_its_data_leaves_no_data_workers(start: Start) -> None:
     begun = start(SHORT, "data.train.fault=hang", "data.num_workers=1")
     ended = begun.wait()
     assert ended.code == 5
-    assert "rank 1 was in step 5, at ampctl/data/workers.py:" in ended.error
+    assert "rank 1 was in step 6, at ampctl/data/workers.py:" in ended.error
     assert not [pid for rank in begun.ranks for pid in rank.members()]
 
 
@@ -282,14 +282,14 @@ def test_dd7_nan_on_one_rank_is_skipped_by_all(start: Start) -> None:
     assert (ended.code, ended.error) == (0, "")
     (skip,) = [event for event in read_events(RUN) if event["event"] == "skip"]
     assert skip["step"] == 6
-    assert [e["updates"] for e in read_events(RUN) if e["event"] == "train"] == [5, 9]
+    assert [e["updates"] for e in read_events(RUN) if e["event"] == "train"] == [5, 9, 11]
 
 
 @pytest.mark.parametrize("limit", ["amp.nonfinite=stop", "amp.max_skips=1"])
 def test_dd7_the_diagnosis_names_the_rank(limit: str, start: Start) -> None:
     ended = start("data.train.bad=22", limit).wait()
     assert ended.code == 3
-    assert "samples 0" in ended.error
+    assert "samples 22" in ended.error
     assert "on rank 1" in ended.error
     assert_told_once(ended)
     assert (stopped()["reason"], stopped()["exit_code"]) == ("nonfinite", 3)
