@@ -61,7 +61,8 @@ def _no_sys_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise RuntimeError(f"sys.exit({error.code!r}) was called in the midst of it") from error
+        ended = RuntimeError(f"sys.exit({error.code!r}) was called in the midst of it")
+        raise ended.with_traceback(error.__traceback__) from None
 
 
 def show(facts: Any, lines: list[str], as_json: bool) -> None:

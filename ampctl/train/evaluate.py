@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -17,6 +17,8 @@ from ampctl.errors import UsageError
 from ampctl.modes import in_eval_mode
 from ampctl.state import TrainState
 from ampctl.task import count_items
+
+_MEAN = ", the mean over the batch"
 
 
 class NoItemsError(UsageError):
@@ -69,12 +71,15 @@ def _means(
         extras = state.extras("loss")
         with state.precision.autocast(), torch.set_grad_enabled("grad" in extras):
             output = state.task.loss(state.local, batch, **extras)
-        loss, extra = (*output, None)[:2] if isinstance(output, tuple) else (output, None)
+        loss, extra = (
+            (*output, None)[:2] if isinstance(output, tuple) and output else (output, None)
+        )
         if loss is None:
             continue
-        values = {"loss": loss, **state.task.metrics(extra, batch)}
+        _require_number(loss, f"{state.task.name}.loss gave", _MEAN)
+        values = {"loss": loss, **_named(state, "metrics", state.task.metrics(extra, batch), _MEAN)}
         for name, value in values.items():
-            sums[name] = sums.get(name, 0.0) + _weighted(name, value, count, state.device)
+            sums[name] = sums.get(name, 0.0) + _weighted(value, count, state.device)
         items += count
     of_this_rank = {name: float(value) for name, value in sums.items()}  # sync: once
     parts = state.ranks.gather((of_this_rank, items))
@@ -86,11 +91,25 @@ def _means(
         )
     names = dict.fromkeys(name for part, _ in parts for name in part)
     means = {name: sum(part.get(name, 0.0) for part, _ in parts) / total for name in names}
-    summary = {f"eval/{name}": float(value) for name, value in state.task.summary(means).items()}
+    given = _named(state, "summary", state.task.summary(means))
+    summary = {f"eval/{name}": float(value) for name, value in given.items()}
     return state.ranks.of_first(summary)  # they decide by it, and a task may be told its rank
 
 
-def _weighted(name: str, value: Any, count: float, device: torch.device) -> Tensor | float:
+def _named(state: TrainState, method: str, given: Any, what: str = "") -> Mapping[str, Any]:
+    """Return what a method of the task gave; raise UsageError if it is no numbers by name."""
+    method = f"{state.task.name}.{method}"
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"task: {method} gave {type(given).__name__}; it must return a dictionary of numbers "
+            "by name"
+        )
+    for name, value in given.items():
+        _require_number(value, f"{method}: the metric {name!r} is", what)
+    return given
+
+
+def _require_number(value: Any, found: str, what: str) -> None:
     is_number = isinstance(value, Real) or (
         getattr(value, "size", None) == 1 and hasattr(value, "dtype")  # of NumPy
     )
@@ -98,10 +117,11 @@ def _weighted(name: str, value: Any, count: float, device: torch.device) -> Tens
         is_number = value.numel() == 1 and not value.is_complex()
     if not is_number:
         shape = getattr(value, "shape", None)
-        found = type(value).__name__ if shape is None else f"of shape {list(shape)}"
-        raise UsageError(
-            f"task: the metric {name!r} is {found}; it must be one number, the mean over the batch"
-        )
+        kind = type(value).__name__ if shape is None else f"of shape {list(shape)}"
+        raise UsageError(f"task: {found} {kind}; it must be one number{what}")
+
+
+def _weighted(value: Any, count: float, device: torch.device) -> Tensor | float:
     if not count:
         return 0.0  # a batch without items has no mean: 0 x nan would poison the rest
     return _double(value, device) * count

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 
+from ampctl import rng
 from ampctl.build import Job
 from ampctl.data.loader import Window
 from ampctl.doctor.misfit import in_words
@@ -120,7 +121,10 @@ def _windows(run: Run) -> Iterator[tuple[Window, int]]:
     try:
         yield from run.job.train_data.windows(progress.epoch, progress.batch_in_epoch)
     except Exception:
-        if run.job.state.ranks.size == 1 and progress.step:
+        state = run.job.state
+        if state.ranks.size == 1 and progress.step:
+            # What was read in vain has moved the generators on.
+            rng.set_state(state.boundary.rng_state(), state.device)
             _boundary(run, epoch_ended=False, stopping=True)
         raise
 
