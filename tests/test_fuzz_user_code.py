@@ -233,7 +233,7 @@ def test_a_fault_on_one_of_two_ranks_is_told_with_its_line_and_rank(
     assert ended.code == (1 if case.fault == "raise" else 2)
     assert re.search(NAMED, ended.error) or 'broken_parts.py"' in ended.error
     assert ended.error.count("Traceback") == (case.fault == "raise")
-    assert (ended.err, ended.killed) == ("", False)
+    assert (ended.err, ended.killed) == ("", ())
 
 
 @pytest.mark.parametrize(
