@@ -180,7 +180,8 @@ def _main(folder: str, argv: list[str], env: dict[str, str], out: str, err: str)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     tests = str(Path(__file__).parent)
-    sys.path[:] = ["", *(path for path in sys.path if path not in ("", tests))]
+    given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = ["", *given, *(path for path in sys.path if path not in ("", tests, *given))]
     sys.argv = ["ampctl", *argv]
     try:
         runpy.run_module("ampctl", run_name="__main__", alter_sys=True)

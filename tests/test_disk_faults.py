@@ -175,7 +175,11 @@ def test_a_folder_that_is_made_read_only_stops_the_run(mount: Any, when: str, pa
 @pytest.mark.parametrize(
     ("when", "limit", "words"),
     [
-        (LATER, 20_000, r"4\.pt: 28,\d+ bytes are needed, more than one file may have here \(File"),
+        (
+            LATER,
+            20_000,
+            r"4\.pt: \d\d,\d{3} bytes are needed, more than one file may have here \(File",
+        ),
         (NOW, 1000, r"metrics\.jsonl: the metrics cannot be written: File too large"),
     ],
 )
@@ -216,7 +220,7 @@ def test_a_disk_full_at_one_file_of_a_save(mount: Any, when: str, lacking: str) 
 
     told = run(run_dir, full, when, code=5).stderr
     assert f"no room to write {run_dir}/checkpoints/step-00000004.pt: " in told
-    assert re.search(r"4\.pt: 28,\d{3} bytes are needed, [0-9,]+ bytes are free \(No space", told)
+    assert re.search(r"4\.pt: \d\d,\d{3} bytes are needed, [0-9,]+ bytes are free \(No space", told)
     assert "the checkpoints before it are intact: make room, then resume. (`ampctl resume" in told
     assert last(run_dir)["progress"]["step"] == 3
     assert not list(run_dir.rglob("*.tmp"))
@@ -272,7 +276,7 @@ def test_a_folder_with_a_quota_is_told_as_one(folder: Path, when: str) -> None:
             subprocess.run(["btrfs", *words], check=True, capture_output=True)
         told = run(disk / "d", None, "checkpoint.keep_last=9", when, code=5).stderr
         assert re.search(
-            r"\d\.pt: 28,\d{3} bytes are needed, the quota of this user or folder", told
+            r"\d\.pt: \d\d,\d{3} bytes are needed, the quota of this user or folder", told
         )
         assert "(Disk quota exceeded); the checkpoints before it are intact: remove files" in told
         subprocess.run(["btrfs", "qgroup", "limit", "none", disk / "d"], check=True)
