@@ -104,9 +104,9 @@ def save(run: Run) -> None:
         size = hand_over(run, saved, run.memory)
     if isinstance(run.store, Elsewhere):
         return
-    look(run)
     run.store.linger(_patience(run, size))
     run.log.stalled(progress.step, time.perf_counter() - begin)
+    look(run)
 
 
 def hand_over(run: Run, saved: Mapping[str, Any], memory: HostMemory | None) -> int:
