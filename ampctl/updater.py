@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -26,7 +27,7 @@ from ampctl.recipe.fault import failure
 from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET, Block, block_key, by_name
-from ampctl.recipe.target import build, locate
+from ampctl.recipe.target import blocks, build, locate
 from ampctl.tiny_step import steps_fused
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")  # the kernels of MPS do not look at found_inf
@@ -282,6 +283,10 @@ def build_schedule(
     provide: dict[str, Any] = {"optimizer": optimizer}
     if total_steps is not None:
         provide["total_steps"] = total_steps
+    block = deepcopy(block)
+    for _, inner in blocks(block):
+        if {"epochs", "steps_per_epoch"} <= inner.keys():  # a length of the recipe's own
+            inner.setdefault("total_steps", None)
     return build(block, key=key, origins=loaded.origins, provide=provide)
 
 

@@ -125,3 +125,17 @@ def squared(update: int) -> float:
 
 def ninetieth(update: int) -> float:
     return 0.9
+
+
+def warm_linear(
+    optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int
+) -> LRScheduler:
+    """Climb, then fall to 0 in a line, as the one of transformers does."""
+
+    def factor(update: int) -> float:
+        if update < num_warmup_steps:
+            return update / num_warmup_steps
+        left = num_training_steps - update
+        return max(0.0, left / max(1, num_training_steps - num_warmup_steps))
+
+    return LambdaLR(optimizer, factor)

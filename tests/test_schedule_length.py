@@ -66,6 +66,18 @@ COSINE = {"_target_": f"{TORCH}.CosineAnnealingLR"}
             warmed(_target_=f"{TORCH}.OneCycleLR", max_lr=0.1, total_steps=5),
             "scheduler.schedulers[1].total_steps",
         ),
+        (torchs("OneCycleLR", max_lr=0.1, epochs=2, steps_per_epoch=3), "scheduler.epochs"),
+        (
+            torchs(
+                "SequentialLR",
+                milestones=[2],
+                schedulers=[
+                    {"_target_": f"{TORCH}.LinearLR"},
+                    {"_target_": f"{TORCH}.OneCycleLR", "max_lr": 0.1, "total_steps": 5},
+                ],
+            ),
+            "scheduler.schedulers[1].total_steps",
+        ),
         (block("own_schedules.Listed", rates=[1.0, 0.5, 0.1]), "scheduler"),
     ],
 )
@@ -103,7 +115,37 @@ def test_a7_a_schedule_that_ends_before_the_run_is_refused_before_the_first_step
             "scheduler.total_iters",
             "last 8 of 12",
         ),
-        (torchs("MultiStepLR", milestones=[3, 5], gamma=0.0), "scheduler.milestones[0]", "last 9"),
+        (torchs("MultiStepLR", milestones=[3, 5], gamma=0.0), "scheduler.gamma", "last 9"),
+        (torchs("MultiStepLR", milestones=[3], gamma=0.0), "scheduler.gamma", "last 9"),
+        (torchs("ExponentialLR", gamma=0), "scheduler.gamma", "last 11"),
+        (
+            block("own_schedules.warm_linear", num_warmup_steps=1, num_training_steps=4),
+            "scheduler.num_training_steps",
+            "last 8",
+        ),
+        (
+            torchs(
+                "SequentialLR",
+                milestones=[2],
+                schedulers=[
+                    {"_target_": f"{TORCH}.LinearLR", "total_iters": 2},
+                    {"_target_": f"{TORCH}.PolynomialLR", "total_iters": 4},
+                ],
+            ),
+            "scheduler.schedulers[1].total_iters",
+            "last 6",
+        ),
+        (
+            torchs(
+                "ChainedScheduler",
+                schedulers=[
+                    {"_target_": f"{TORCH}.LinearLR", "total_iters": 2},
+                    {**COSINE, "T_max": 4},
+                ],
+            ),
+            "scheduler.schedulers[1].T_max",
+            "climbs again from update 5",
+        ),
         (torchs("LambdaLR", lr_lambda={"_target_": "own_schedules.Ramp", "until": 5}), "", "last"),
     ],
 )
@@ -127,7 +169,7 @@ def test_a7_a_schedule_shorter_than_the_run_is_told_with_its_key(
         block("ampctl.schedules.Cosine", total_steps=99, warmup_steps=2),
         block("ampctl.schedules.Step", every=2),
         torchs("OneCycleLR", max_lr=0.1),
-        torchs("OneCycleLR", max_lr=0.1, epochs=2, steps_per_epoch=3),
+        torchs("OneCycleLR", max_lr=0.1, epochs=4, steps_per_epoch=3),
         torchs("OneCycleLR", max_lr=0.1, three_phase=True),
         torchs("CosineAnnealingLR", T_max=STEPS),
         torchs("CosineAnnealingLR", T_max=STEPS - 1),
@@ -162,6 +204,12 @@ def test_a7_a_schedule_shorter_than_the_run_is_told_with_its_key(
 )
 def test_a7_nothing_is_told_of_a_schedule_that_is_meant_so(scheduler: str) -> None:
     assert told(scheduler) == []
+
+
+def test_a7_a_length_in_epochs_is_the_recipes_own_and_the_advice_is_in_epochs() -> None:
+    short = torchs("OneCycleLR", max_lr=0.1, epochs=2, steps_per_epoch=5)
+    with pytest.raises(RecipeError, match=r"ends after 10 updates (?s:.*)Set scheduler\.epochs=3,"):
+        check_recipe(loaded(short))
 
 
 def test_a7_a_rate_that_is_0_altogether_is_no_schedules_fault() -> None:

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from torch.optim import Optimizer
@@ -33,6 +33,8 @@ _MOST_TRIED = 1_000_000
 _NOTHING = 1e-15
 """A rate of this part of the largest one trains nothing."""
 
+_NAME = "schedule-too-short"
+
 _LENGTH = re.compile(r"T_max|(max|num|total)_(\w+_)?(steps|iters|epochs|updates)")
 """Names of arguments that say how long a schedule is, so that what comes after it is not meant.
 
@@ -46,6 +48,16 @@ class _Course:
 
     rates: list[float]
     end: str = ""
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    """The key to blame, what to do about it, and what it was and gives, where it is a count."""
+
+    at: str
+    advice: str
+    value: int = 0
+    course: _Course | None = None
 
 
 def not_compared(job: Job) -> str:
@@ -91,43 +103,37 @@ def _of(job: Job, updater: Updater) -> Iterator[Finding]:
 
     found = course(block)
     if found.end:
-        at = _to_blame(block, key, total, course, lambda other: not other.end)
+        best = _remedy(block, key, total, course, lambda at, other: True)
         raise RecipeError(
             [
                 job.loaded.problem(
-                    at,
+                    best.at,
                     f"{kind} ends after {len(found.rates) - 1} updates ({found.end}), and the run "
                     f"has {total} steps",
-                    f"{_longer(at, key, total)}, or shorten the run",
+                    f"{best.advice}, or shorten the run",
                 )
             ]
         )
     tail = _tail(found.rates)
     if tail > 1 and tail * 100 >= total and tried == total:
-        at = _to_blame(block, key, total, course, lambda other: _tail(other.rates) < tail)
-        yield _finding(at, key, total, f"{kind} leaves a rate of 0 for the last {tail} of {total}")
+        best = _remedy(block, key, total, course, lambda at, other: _tail(other.rates) <= 1)
+        if best.at == key:
+            best = _zero_to_blame(block, key, course) or best
+        reason = f"{kind} leaves a rate of 0 for the last {tail} of {total}"
+        yield Finding(_NAME, best.at, reason, f"{best.advice}.")
         return
     climb = _climb(found.rates)
-    for at, value, longer in _lengths(block, key, total) if len(climb) > 1 else ():
-        if not _LENGTH.fullmatch(re.split(r"[.\[]", at)[-1]):
-            continue
-        other = _tried(course, longer)
-        gone = climb - _climb(other.rates)
-        if len(gone) > 1 and not other.end and _peak(other.rates) == _peak(found.rates):
-            what = f"{kind} ends at {value}, and its rate climbs again from update {min(gone)} of"
-            yield _finding(at, key, total, f"{what} {total}")
-            return
+    if len(climb) <= 1:
+        return
 
+    def ends_the_climb(at: str, other: _Course) -> bool:
+        return _says_length(at) and len(climb - _climb(other.rates)) > 1
 
-def _finding(at: str, key: str, total: int, reason: str) -> Finding:
-    return Finding("schedule-too-short", at, reason, f"{_longer(at, key, total)}.")
-
-
-def _longer(at: str, key: str, total: int) -> str:
-    """Return what to do about an argument, or about a schedule none of whose arguments will do."""
-    if at == key:
-        return "Make it as long as the run"
-    return f"Set {at}={total}, or what is left of the run where it begins later"
+    best = _remedy(block, key, total, course, ends_the_climb)
+    if best.course is not None:
+        first = min(climb - _climb(best.course.rates))
+        reason = f"{kind} ends at {best.value}, and its rate climbs again from update {first} of"
+        yield Finding(_NAME, best.at, f"{reason} {total}", f"{best.advice}.")
 
 
 def _course(schedule: Any, optimizer: Optimizer, updates: int) -> _Course:
@@ -156,41 +162,77 @@ def _tried(course: Callable[[Block], _Course], block: Block) -> _Course:
         return _Course([], f"{error}")
 
 
-def _to_blame(
+def _remedy(
     block: Block,
     key: str,
     total: int,
     course: Callable[[Block], _Course],
-    is_right: Callable[[_Course], bool],
-) -> str:
-    """Return the key of the argument with which, made as long as the run, a schedule is right."""
-    for at, _, longer in _lengths(block, key, total):
-        other = _tried(course, longer)
-        if not other.end and is_right(other):
-            return at
-    return key
+    is_right: Callable[[str, _Course], bool],
+) -> _Remedy:
+    """Return the count that makes a schedule right and lets it fall until the run ends.
+
+    Of several it is one whose name says a length, then one that leaves the lowest last rate.
+    """
+    right = []
+    for at, value, longer, other in _lengths(block, key, total):
+        made = _tried(course, other)
+        if made.end or not is_right(at, made) or not _falls_to_its_end(made.rates):
+            continue
+        advice = f"Set {at}={longer}, or what is left of the run where it begins later"
+        found = _Remedy(at, advice, value, made)
+        right.append((not _says_length(at), made.rates[-1] / max(made.rates), found))
+    best = min(right, key=lambda each: each[:2], default=None)
+    return best[-1] if best else _Remedy(key, "Make it as long as the run")
 
 
-def _lengths(value: Any, key: str, total: int) -> Iterator[tuple[str, int, Any]]:
-    """Yield the key and value of each count below a run's, and what holds it with the run's."""
+def _zero_to_blame(block: Block, key: str, course: Callable[[Block], _Course]) -> _Remedy | None:
+    """Return the argument that is 0 and sets the rate to 0, as a ``gamma`` does; None without."""
+    for at, value, _, other in _numbers(block, key, lambda *_: 0.1):
+        made = _tried(course, other) if value == 0 else _Course([], "not tried")
+        if not made.end and _tail(made.rates) <= 1:
+            return _Remedy(at, f"Set {at} above 0")
+    return None
+
+
+def _lengths(block: Block, key: str, total: int) -> Iterator[tuple[str, int, int, Block]]:
+    """Yield the key and value of each count below a run's, the run's, and the block with that."""
+
+    def longer(place: Any, holder: Any) -> int:
+        steps = holder.get("steps_per_epoch") if place == "epochs" else None
+        return -(-total // steps) if isinstance(steps, int) and steps > 0 else total
+
+    for at, value, made, other in _numbers(block, key, longer):
+        if type(value) is int and 0 < value < made:
+            yield at, value, made, other
+
+
+def _numbers(
+    value: Any, key: str, new: Callable[[Any, Any], Any]
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield each number's key and value, the ``new`` one, and what holds it with the new one."""
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         items = [*value.items()]
     elif isinstance(value, list):
         items = [*enumerate(value)]
     for place, item in items:
-        changed = value.copy()
-        if type(item) is int and 0 < item < total:
-            changed[place] = total
-            yield child(key, place), item, changed
-        for at, inner, other in _lengths(item, child(key, place), total):
-            yield (
-                at,
-                inner,
-                {**value, place: other}
-                if isinstance(value, dict)
-                else [other if i == place else each for i, each in enumerate(value)],
-            )
+        at = child(key, place)
+        is_number = type(item) in (int, float)
+        put = new(place, value) if is_number else None
+        changes = [(at, item, put, put)] if is_number else []
+        for inner, found, made, other in chain(changes, _numbers(item, at, new)):
+            changed = value.copy()
+            changed[place] = other
+            yield inner, found, made, changed
+
+
+def _says_length(at: str) -> bool:
+    return bool(_LENGTH.fullmatch(re.split(r"[.\[]", at)[-1]))
+
+
+def _falls_to_its_end(rates: list[float]) -> bool:
+    """Return whether the last rate is below the largest one: not so where all is warm-up."""
+    return bool(rates) and rates[-1] < max(rates) * (1 - 1e-9)
 
 
 def _tail(rates: list[float]) -> int:
@@ -198,12 +240,6 @@ def _tail(rates: list[float]) -> int:
     least = max(rates, default=0.0) * _NOTHING
     last = max((update for update, rate in enumerate(rates) if rate > least), default=-1)
     return len(rates) - 1 - last if last >= 0 else 0
-
-
-def _peak(rates: list[float]) -> int:
-    """Return the first update with the largest rate, where a warm-up ends."""
-    largest = max(rates)
-    return next(update for update, rate in enumerate(rates) if rate >= largest * (1 - 1e-9))
 
 
 def _climb(rates: list[float]) -> set[int]:
