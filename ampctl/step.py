@@ -71,11 +71,12 @@ def train_step(
                 if differs is not None:
                     figures["scale_differs"] = differs
             figures[key("loss", updaters[0].name if len(updaters) == 1 else "")] = loss
+            for updater in updaters:
+                found[updater.name] = _unscale_and_clip(state, updater, figures, measure=measure)
             state.boundary.begin()  # whoever knows the place in the data ends it
             for updater in updaters:
                 updater.learning_rate.before_update()
                 rates[updater.name] = updater.lr
-                found[updater.name] = _unscale_and_clip(state, updater, figures, measure=measure)
             if state.rewinds:  # all or nothing
                 found = dict.fromkeys(found, _any(found))
             for updater in updaters:

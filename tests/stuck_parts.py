@@ -22,6 +22,8 @@ def stick(how: str) -> None:
         threading.Event().wait()
     elif how == "sleep":
         time.sleep(10000)
+    elif how == "slow":
+        time.sleep(5)
     elif how == "busy":
         while True:
             pass

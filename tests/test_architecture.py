@@ -39,6 +39,7 @@ FLOORS = {
     "distributed.env": 1,
     "distributed.failure": 1,
     "distributed.meet": 1,
+    "distributed.pulse": 1,
     "distributed.ranks": 1,
     "distributed.shard": 1,
     "distributed.heed": 1,

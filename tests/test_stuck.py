@@ -237,6 +237,29 @@ def test_c9_a_rank_that_is_stuck_and_one_that_waits_for_it_in_a_collective(
     resumed(folder, fault)
 
 
+def test_c9_ctrl_c_that_reaches_each_rank_is_one(folder: Path) -> None:
+    with job(folder, *LINE, task(at=7, rank=1)) as ranks:
+        ranks.ranks[1].until(STUCK.exists)
+        for rank in ranks.ranks:
+            rank.send(SIGINT)
+        ended = ranks.wait()
+    assert ended.code == 130, ended
+    assert "interrupted at step " in ended.error
+    assert "twice" not in ended.error
+
+
+def test_c9_a_slow_step_under_fsdp_is_made_and_saved(folder: Path) -> None:
+    """What only all ranks can save together must not be given up for a step of some seconds."""
+    slow = task(at=7, rank=1, how="slow")
+    with job(folder, *LINE, "distributed.strategy=fsdp", slow) as ranks:
+        ranks.ranks[1].until(STUCK.exists)
+        for rank in ranks.ranks:
+            rank.send(SIGTERM)
+        ended = ranks.wait()
+    assert ended.code == 75, ended
+    assert ", which is saved: `ampctl resume d --nproc-per-node 2` goes on" in ended.error
+
+
 def test_c9_a_rank_stuck_under_fsdp_names_the_newest_checkpoint(folder: Path) -> None:
     options = ("distributed.strategy=fsdp", "checkpoint.every_steps=2", task(at=7, rank=1))
     with job(folder, *LINE, *options) as ranks:

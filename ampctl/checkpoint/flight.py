@@ -70,10 +70,18 @@ class Flight:
             wait([self._in_flight], seconds)
 
     def land(self) -> None:
-        """Wait for what was begun, and raise its error, once."""
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
+        """Wait for what was begun, and raise its error, once.
+
+        Another thread may wait for it at the same time, and gets the error too.
+        """
+        in_flight = self._in_flight
+        if in_flight is None:
+            return
+        try:
             in_flight.result()
+        finally:
+            if self._in_flight is in_flight:
+                self._in_flight = None
 
     def close(self) -> None:
         """Wait, end the thread, and raise the error of what was begun."""

@@ -61,7 +61,6 @@ def start_worker(_: int) -> None:
     # Ctrl-C and a terminal that closes reach the whole process group, and a scheduler may signal
     # every process of a job; the training process decides when workers end. (SIG_IGN would go on to
     # programs that they start.)
-    signal.set_wakeup_fd(-1)  # where it was forked, that is the training process's
     for number in (signal.SIGINT, *STOPPING):
         signal.signal(number, lambda *_: None)
     torch.set_num_threads(1)

@@ -51,6 +51,7 @@ class Attendance:
         self.doing = "the start"
         self.step = 0
         self.is_stopped = False
+        self.hear: Callable[[int], None] = functools.partial(os.kill, os.getpid())
         self._ranks, self._store, self._minutes = ranks, store, minutes
         self._device = device
         self._period_s = min(LONGEST_PERIOD_S, minutes * 60 / 4)
@@ -185,7 +186,7 @@ class Attendance:
                 self._say()
                 if not self.is_stopped and self._store.check([_STOP]):
                     self.is_stopped = True
-                    os.kill(os.getpid(), int(self._store.get(_STOP)))
+                    self.hear(int(self._store.get(_STOP)))
                 if self._store.check([_VERDICT]):
                     self._end_if_stuck(self._store.get(_VERDICT).decode())
                 elif self._waits_for_device(self._minutes * 60):

@@ -6,6 +6,7 @@ of a signal is written to a pipe before that, by `signal.set_wakeup_fd`, and rea
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
@@ -18,6 +19,12 @@ GRACE_S = 3.0
 
 _LOOK_S = 0.1
 _END = 0
+
+
+@functools.cache
+def _deafen_children() -> None:
+    """Keep what is forked off from writing its own signals to the same pipe."""
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 class Ear:
@@ -38,6 +45,7 @@ class Ear:
         self._before = -1
         self._thread = threading.Thread(target=self._listen, name="ear", daemon=True)
         self._watched: Collection[int] = ()
+        self.has_heard = False
 
     def open(self, watched: Collection[int]) -> None:
         """Listen to signals from here on; in the main thread."""
@@ -45,6 +53,7 @@ class Ear:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        _deafen_children()
         self._thread.start()
 
     def close(self) -> None:
@@ -69,7 +78,7 @@ class Ear:
                 if heard is signal.SIGINT and number == signal.SIGINT:
                     self._again()
                 since = since if heard else time.monotonic()
-                heard = signal.Signals(number)
+                heard, self.has_heard = signal.Signals(number), True
             late = heard is not None and time.monotonic() > since + GRACE_S
             if heard is not None and is_waiting and (late or self._is_urgent()):
                 is_waiting = False

@@ -158,11 +158,20 @@ class StopSignals:
 
     def _overdue(self, number: signal.Signals, since: float) -> None:
         """End the process in the place of the main thread, which is somewhere else."""
-        if not self.is_done:
-            failure.leave(
-                self.outcome
-                or (self.rescue(number, since) if self.rescue else self.error(self.when, number))
-            )
+        if self.is_done:
+            return
+        error: BaseException = self.outcome or self.error(self.when, number)
+        if self.rescue:
+            try:
+                error = self.rescue(number, since)
+            except Exception as fault:  # the main thread may wait for this one by now
+                error = fault
+        failure.leave(error)
+
+    def hear(self, number: int) -> None:
+        """Take note of a signal that another rank has had, unless this one has had one too."""
+        if not self._ear.has_heard:
+            os.kill(os.getpid(), number)
 
     def _again(self) -> None:
         failure.leave(InterruptedRunError(f"interrupted twice: ended at once{self.lost()}"))

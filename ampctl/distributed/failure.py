@@ -125,13 +125,13 @@ def record(error: BaseException) -> bool:
     return _claim(file.parent.parent / ("told-of-peer" if of_peer else "told"))
 
 
-def leave(error: AmpctlError) -> NoReturn:
+def leave(error: BaseException) -> NoReturn:
     """End this process with an error, whatever its threads are at, and with it its data workers."""
     if record(error):
-        say(f"error: {error}\n")
+        say(f"error: {error}\n" if isinstance(error, AmpctlError) else as_text(error))
     for child in multiprocessing.active_children():
         child.kill()
-    os._exit(error.exit_code)
+    os._exit(error.exit_code if isinstance(error, AmpctlError) else AmpctlError.exit_code)
 
 
 def say(text: str) -> None:

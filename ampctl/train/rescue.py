@@ -10,12 +10,11 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ampctl.distributed.env import use_device
+from ampctl.distributed.pulse import LOOK_S, Pulse
 from ampctl.errors import AmpctlError
 from ampctl.step import settle
 from ampctl.train import words
@@ -24,15 +23,15 @@ from ampctl.train.run import Run
 from ampctl.train.save import hand_over, look
 
 _LIMIT_S = 9.0
-"""After so long the process ends, unless a save gets on."""
+"""So long a step that changes the state is waited for, or as long as `_STEPS` of them take."""
 
-_STILL_S = 2.5
-"""A save that has not got on for so long is stuck."""
+_WORKING_S = 60.0
+"""The same where it works, and does not wait for anything."""
+
+_STEPS = 3
 
 _PEERS_S = 2.0
-_BUSY_TICKS = 5
-_LOOK_S = 0.1
-_WORDS = "words"
+_WORDS, _AT_WORK = "words", "at work"
 
 
 def watch_over(run: Run, origin: Origin | None) -> None:
@@ -42,6 +41,7 @@ def watch_over(run: Run, origin: Origin | None) -> None:
     run.job.state.boundary.mark(run.job.state.device, run.job.train_data.probe)
     signals, rescue = run.heed.signals, Rescue(run)
     signals.rescue, signals.lost, signals.is_urgent = rescue, rescue.lost, rescue.is_urgent
+    run.attendance.hear = signals.hear
 
 
 class Rescue:
@@ -50,6 +50,9 @@ class Rescue:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._signals = run.heed.signals
+        self._pulse = Pulse()
+        self._begun, self._first_step = time.monotonic(), run.progress.step
+        self._heard = (b"", 0.0)
 
     def is_urgent(self) -> bool:
         """Return whether another rank is stuck already."""
@@ -61,38 +64,76 @@ class Rescue:
 
     def __call__(self, number: signal.Signals, since: float) -> AmpctlError:
         """Save what can be saved; return the error that ends the process."""
-        run, store = self._run, None
+        store = None
         with suppress(RuntimeError):  # the store may be gone, with the rank that has it
-            store = run.attendance.stop(number)
-        step = f"{run.attendance.doing}, at {run.attendance.place()}"
-        end = since + _LIMIT_S
-        while True:
-            writer = run.store.flight.worker
-            if writer is not None:
-                if not _gets_on(self._writers):
-                    return self._unsaved(number, "a save was stuck")
-            elif self._signals.outcome is not None:  # the training is on its way out
-                if time.monotonic() > end:
-                    return self._signals.outcome
-                time.sleep(_LOOK_S)
-            elif run.job.state.boundary.take_over(1.0):
-                break
-            elif time.monotonic() > end - 3 * _PEERS_S:
-                return self._unsaved(number, f"the run was in the midst of {step}")
-        if run.job.state.ranks.shards:
-            return self._unsaved(number, f"the run was stuck in {step}, and has parts on each rank")
-        every = self._generators(store, end)
-        if not run.job.state.ranks.is_first:
-            return self._as_first(store, number, end)
-        error = self._saved(number, step, every, end)
-        if store is not None:
+            store = self._run.attendance.stop(number)
+        error = self._end(number, since, store)
+        if store is not None and self._run.job.state.ranks.is_first:
             with suppress(RuntimeError):
                 store.set(_WORDS, f"{error}")
                 time.sleep(0.3)  # it may be this process that has the store
         return error
 
+    def _end(self, number: signal.Signals, since: float, store: Any) -> AmpctlError:
+        run, state, training = self._run, self._run.job.state, threading.main_thread()
+        step = f"{run.attendance.doing}, at {run.attendance.place()}"
+        while True:
+            writers = self._writers()
+            is_still = self._pulse.has_stopped(writers or [training])
+            if writers:
+                if is_still:
+                    return self._unsaved(number, "a save was stuck")
+            elif self._is_free() and state.boundary.take_over(LOOK_S):
+                break
+            elif self._is_late(store, since, is_still=is_still):
+                outcome = self._signals.outcome
+                why = f"the run was in the midst of {step}"
+                if state.ranks.shards:
+                    why = f"the run was stuck in {step}, and has parts on each rank"
+                return outcome or self._unsaved(number, why)
+            self._tell_at_work(store)
+            time.sleep(LOOK_S)
+        if not state.ranks.is_first:
+            self._generators(store)
+            return self._as_first(store, number)
+        return self._saved(number, step, self._generators(store), store)
+
+    def _is_free(self) -> bool:
+        """Return whether the training may be kept from going on: what is sharded needs all of it.
+
+        Nor may one that has heeded the signal and is on its way out.
+        """
+        return self._signals.outcome is None and not self._run.job.state.ranks.shards
+
+    def _is_late(self, store: Any, since: float, *, is_still: bool) -> bool:
+        """Return whether the training, or a save elsewhere, has had its time.
+
+        Where it works it has more: a copy of a large state is made in that time.
+        """
+        run = self._run
+        steps = run.progress.step - self._first_step
+        limit = _STEPS * (time.monotonic() - self._begun) / steps if steps else 0.0
+        limit = max(limit, _LIMIT_S if is_still else _WORKING_S)
+        return time.monotonic() > max(since, self._first_at_work(store)) + limit
+
+    def _tell_at_work(self, store: Any) -> None:
+        """Let the other ranks know that this one is at it, for which they wait."""
+        if store is not None and self._run.job.state.ranks.is_first:
+            with suppress(RuntimeError):
+                store.set(_AT_WORK, f"{time.monotonic()}")
+
+    def _first_at_work(self, store: Any) -> float:
+        """Return when rank 0 was last heard to be at it, by this process's clock."""
+        with suppress(RuntimeError):
+            is_other = store is not None and not self._run.job.state.ranks.is_first
+            if is_other and store.check([_AT_WORK]):
+                said = store.get(_AT_WORK)
+                if said != self._heard[0]:
+                    self._heard = (said, time.monotonic())
+        return self._heard[1]
+
     def _saved(
-        self, number: signal.Signals, step: str, generators: list[dict[str, Any]], end: float
+        self, number: signal.Signals, step: str, generators: list[dict[str, Any]], store: Any
     ) -> AmpctlError:
         """Save, in yet another thread, as the disk may be what is stuck."""
         failed: list[Exception] = []
@@ -105,15 +146,19 @@ class Rescue:
 
         thread = threading.Thread(target=work, name="rescue save", daemon=True)
         thread.start()
+        begun = time.monotonic()
         while thread.is_alive():
-            is_late = not self._writers() and time.monotonic() > end + _LIMIT_S  # a device, say
-            if is_late or not _gets_on(lambda: [thread, *self._writers()]):
+            writers = self._writers()
+            is_still = self._pulse.has_stopped([thread, *writers])
+            if is_still or (not writers and self._is_late(None, begun, is_still=False)):
                 return self._unsaved(number, f"the run was stuck in {step}, and the save after it")
-            thread.join(_LOOK_S)
+            self._tell_at_work(store)
+            thread.join(LOOK_S)
         if failed:
-            if isinstance(failed[0], AmpctlError):
-                return failed[0]
-            return self._unsaved(number, f"the run was stuck in {step}, and {failed[0]!r}")
+            if not isinstance(failed[0], AmpctlError):
+                return self._unsaved(number, f"the run was stuck in {step}, and {failed[0]!r}")
+            self._tell(failed[0])
+            return failed[0]
         error = self._signals.error(words.saved(self._run), number)
         if self._run.progress.step:
             error.args = (f"{error} (it was stuck in {step})",)
@@ -127,11 +172,15 @@ class Rescue:
     def _save(self, generators: list[dict[str, Any]]) -> None:
         run, state = self._run, self._run.job.state
         use_device(state.device)
-        report = settle(state)
-        if report is not None:
-            self._report = report
-        if state.progress.step == 0 or run.saved_step == state.progress.step:
+        settle(state)
+        if state.progress.step == 0:
             return
+        if run.saved_step != state.progress.step:
+            self._hand_over(generators)
+        run.store.wait()  # also for a save that the training began
+
+    def _hand_over(self, generators: list[dict[str, Any]]) -> None:
+        run, state = self._run, self._run.job.state
         if state.ema is not None:
             state.ema.take_back()
         parts = state.parts()
@@ -141,37 +190,40 @@ class Rescue:
                     if name in held:
                         held[name] = buffer
         hand_over(run, {**parts, **state.rest(generators)}, None)
-        run.store.wait()
 
-    def _generators(self, store: Any, end: float) -> list[dict[str, Any]]:
-        """Return the states of each rank's generators; where they are not known, this rank's."""
+    def _generators(self, store: Any) -> list[dict[str, Any]]:
+        """Return the states of each rank's generators, this rank's alone if one is not known.
+
+        Whoever resumes then seeds the others anew.
+        """
         ranks, progress = self._run.job.state.ranks, self._run.progress
         own = self._run.job.state.boundary.rng_state()
-        every = [own] * ranks.size
         if store is None:
-            return every
+            return [own]
+        every = {ranks.rank: own}
         with suppress(RuntimeError):
             if not ranks.is_first:
                 store.set(f"generators/{ranks.rank}", pickle.dumps((progress.step, own)))
-                return every
-            missing = set(range(1, ranks.size))
-            until = min(time.monotonic() + _PEERS_S, end)
-            while missing and time.monotonic() < until:
-                for rank in sorted(missing):
-                    if store.check([f"generators/{rank}"]):
-                        missing.discard(rank)
+                return [own]
+            until = time.monotonic() + _PEERS_S
+            while len(every) < ranks.size and time.monotonic() < until:
+                for rank in range(ranks.size):
+                    if rank not in every and store.check([f"generators/{rank}"]):
                         step, state = pickle.loads(store.get(f"generators/{rank}"))
-                        every[rank] = state if step == progress.step else own
-                time.sleep(_LOOK_S)
-        return every
+                        if step != progress.step:
+                            return [own]
+                        every[rank] = state
+                time.sleep(LOOK_S)
+        return [every[rank] for rank in range(ranks.size)] if len(every) == ranks.size else [own]
 
-    def _as_first(self, store: Any, number: signal.Signals, end: float) -> AmpctlError:
+    def _as_first(self, store: Any, number: signal.Signals) -> AmpctlError:
         """Wait for the words of rank 0, which saves."""
+        since = time.monotonic()
         with suppress(RuntimeError):
-            while store is not None and time.monotonic() < end:
+            while store is not None and not self._is_late(store, since, is_still=True):
                 if store.check([_WORDS]):
                     return type(self._signals.error("", number))(store.get(_WORDS).decode())
-                time.sleep(_LOOK_S)
+                time.sleep(LOOK_S)
         return self._signals.error("and rank 0 does not say what it has saved", number)
 
     def _unsaved(self, number: signal.Signals, why: str) -> AmpctlError:
@@ -184,46 +236,16 @@ class Rescue:
         run = self._run
 
         def tell() -> None:
-            self._run.attendance.log_stacks(f"{error}")
             with suppress(AmpctlError, OSError, ValueError):
                 look(run)
-                reason = "interrupted" if error.exit_code == 130 else "preempted"
+            with suppress(AmpctlError, OSError, ValueError):
+                reason = {130: "interrupted", 75: "preempted"}.get(error.exit_code, "error")
                 run.log.stop(run.progress.step, reason, error.exit_code)
                 run.log.console.close()
+            run.attendance.log_stacks(f"{error}")
 
         thread = threading.Thread(target=tell, name="last words", daemon=True)
         thread.start()
-        thread.join(1.0)
-
-
-def _gets_on(threads: Callable[[], list[threading.Thread]]) -> bool:
-    """Return whether one of these threads ends, works, or waits for a disk, within a while.
-
-    What waits for a disk cannot be interrupted ("D"); what sleeps, or waits for a pipe, can.
-    """
-    first, busy = threads(), 0
-    begun = _run_time(first)
-    end = time.monotonic() + _STILL_S
-    while time.monotonic() < end:
-        time.sleep(_LOOK_S)
-        now = threads()
-        if now != first or not all(each.is_alive() for each in now):
-            return True
-        states = [_fields(each)[0] for each in now]
-        busy += "R" in states
-        if "D" in states or busy >= _BUSY_TICKS or _run_time(now) - begun >= _BUSY_TICKS:
-            return True
-    return False
-
-
-def _run_time(threads: list[threading.Thread]) -> int:
-    """Return how long threads have run, in hundredths of a second."""
-    return sum(int(field) for each in threads for field in _fields(each)[11:13])
-
-
-def _fields(thread: threading.Thread) -> list[str]:
-    """Return what the kernel says of a thread, from its state on; see proc_pid_stat(5)."""
-    with suppress(OSError):
-        text = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
-        return text.rpartition(")")[2].split()
-    return ["Z"]
+        pulse = Pulse()
+        while thread.is_alive() and not pulse.has_stopped([thread]):
+            thread.join(LOOK_S)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +162,27 @@ def _patience(run: Run, size: int) -> float:
 def look(run: Run) -> None:
     """Tell of the saves that are on the disk by now; raise the error of one that has failed."""
     run.newest = run.newest_on_disk
-    run.log.saved(run.store.finished(), run.run_dir)
+    with _undone(run):
+        saved = run.store.finished()
+    run.log.saved(saved, run.run_dir)
 
 
 def finish(run: Run) -> Path | None:
     """Wait for the save under way, and tell of it; return the newest file. Raises its error."""
-    newest = run.store.wait()
+    with _undone(run):
+        newest = run.store.wait()
     look(run)
     return newest
+
+
+@contextmanager
+def _undone(run: Run) -> Iterator[None]:
+    """Count the last step as unsaved where its save has failed."""
+    try:
+        yield
+    except BaseException:
+        run.saved_step = -1
+        raise
 
 
 def note_what_is_saved(run: Run, error: BaseException) -> None:

@@ -52,12 +52,7 @@ from ampctl.train.rescue import watch_over
 from ampctl.train.restore import Origin, read, restore, run_id, saved_recipe
 from ampctl.train.run import Run, begun_anew
 from ampctl.train.savable import refuse_unsavable
-from ampctl.train.save import (
-    end_saves,
-    leave_complete,
-    note_what_is_saved,
-    open_store,
-)
+from ampctl.train.save import end_saves, leave_complete, note_what_is_saved, open_store
 from ampctl.train.size import no_larger_than
 
 Watch = Callable[[Job], Job]
@@ -307,10 +302,12 @@ def _fit(
             job.state.agree()
             _tell_start(run, origin)
             reason = fit(run)
+        job.state.boundary.begin()  # unless another thread ends the process by now
         signals.is_done = True
         log.stop(run.progress.step, reason, 0)
         console.finish(words.ending(job, run_dir, reason))
     except BaseException as error:
+        job.state.boundary.begin()  # as above
         code = error.exit_code if isinstance(error, AmpctlError) else 1
         if isinstance(error, AmpctlError):
             signals.outcome = error
