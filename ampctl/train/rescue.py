@@ -180,7 +180,7 @@ class Rescue:
         run.store.wait()  # also for a save that the training began
 
     def _hand_over(self, generators: list[dict[str, Any]]) -> None:
-        run, state = self._run, self._run.job.state
+        run, state, begin = self._run, self._run.job.state, time.perf_counter()
         if state.ema is not None:
             state.ema.take_back()
         parts = state.parts()
@@ -190,6 +190,7 @@ class Rescue:
                     if name in held:
                         held[name] = buffer
         hand_over(run, {**parts, **state.rest(generators)}, None)
+        run.log.stalled(state.progress.step, time.perf_counter() - begin)
 
     def _generators(self, store: Any) -> list[dict[str, Any]]:
         """Return the states of each rank's generators, this rank's alone if one is not known.
