@@ -201,8 +201,11 @@ def test_a_machine_says_once_how_to_leave_at_once(
     local_rank: str | None, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[bytes] = []
+    write = os.write  # pipes go on: what hears of signals has one
     monkeypatch.setattr(os, "isatty", lambda _: True)
-    monkeypatch.setattr(os, "write", lambda _, text: said.append(text))
+    monkeypatch.setattr(
+        os, "write", lambda to, text: said.append(text) if to == 2 else write(to, text)
+    )
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
