@@ -73,6 +73,8 @@ def steps_fused(optimizer: torch.optim.Optimizer) -> bool:
 
     Some kernels are of a CPU alone, which their class tells no sooner than at its first step.
     """
-    group = optimizer.param_groups[0]
-    own = is_torchs_own(optimizer)
-    return not own or _tiny_step(optimizer, group, group["params"][0]) is not None
+    parts = ((group, each) for group in optimizer.param_groups for each in group["params"])
+    first = next(parts, None)
+    return (
+        not is_torchs_own(optimizer) or first is None or _tiny_step(optimizer, *first) is not None
+    )
