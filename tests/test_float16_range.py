@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampctl.amp import gradients
+from ampctl.doctor.trace import Operation, Trace
 
 TINY = 2.0**-24
 
@@ -55,3 +56,14 @@ def test_more_values_than_one_block_holds_are_all_counted() -> None:
 def test_a_value_that_is_not_finite_shows_in_the_largest(value: float) -> None:
     _, largest = gradients.float16_range([[torch.tensor([1.0, value])], [torch.ones(2)]])
     assert str(largest.item()) == str(value)
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", 2**18), ("meta", 2**24)])
+def test_a_block_is_as_large_as_the_cache_of_a_core_or_as_a_queue_wants(
+    device: str, most: int
+) -> None:
+    for sizes, blocks in (((8, 8), 1), ((most // 2, most // 2), 1), ((most, 8), 2)):
+        seen: list[Operation] = []
+        with Trace(seen.append):
+            gradients.float16_range([[torch.empty(size, device=device) for size in sizes]])
+        assert sum(operation.name == "cat" for operation in seen) == blocks, sizes

@@ -290,7 +290,18 @@ def test_an_empty_gradient_is_no_fault(dtype: torch.dtype, enabled: bool) -> Non
     scaler = make(AmpConfig(), enabled=enabled)
     empty = torch.zeros(0, dtype=dtype)
     assert scaler.unscale_([[empty]]).item() == 0
-    assert scaler.unscale_([[empty, torch.tensor([math.nan], dtype=dtype)]]).item() == 1
+    bad = torch.tensor([math.nan], dtype=dtype)
+    assert scaler.unscale_([[empty, bad]]).item() == 1
+    assert scaler.unscale_([[empty], [bad.double()]]).item() == 1
+
+
+def test_bfloat16_is_checked_without_the_kernel_that_cuda_has_not_for_it() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        names: list[str] = []
+        with Trace(lambda operation, names=names: names.append(operation.name)):
+            make(AmpConfig()).unscale_([[torch.ones(2, dtype=dtype)]])
+        fused = "_amp_foreach_non_finite_check_and_unscale_" in names
+        assert fused == (dtype is torch.float32), names
 
 
 def test_the_largest_finite_bfloat16_values_are_finite() -> None:

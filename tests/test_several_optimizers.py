@@ -395,6 +395,31 @@ def test_all_or_nothing_with_one_loss_for_both() -> None:
     assert not torch.equal(model["b"].weight, before["b.weight"])
 
 
+def test_the_skips_in_a_row_of_each_are_counted_up_to_its_next_update() -> None:
+    state = apart("float32", "sgd")
+    rows = []
+    for bad in ("a", "a", "ab", "b", ""):
+        (report,) = run(state, [[halves(bad)]])
+        rows.append((*state.progress.optimizer_skips_in_a_row.values(), report.consecutive_skips))
+    assert rows == [(1, 0, 1), (2, 0, 2), (3, 1, 3), (0, 2, 4), (0, 0, 0)]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_step_without_a_turn_has_the_rate_of_the_first_and_names_what_moved(moves: bool) -> None:
+    class Nothing:
+        def losses(self, model: Any, batch: Tensor) -> Iterator[tuple[str, Tensor]]:
+            if moves:
+                with torch.no_grad():
+                    model.b[2].weight.add_(1.0)
+            yield from ()
+
+    state = make_state(Norms(), ("a", "b"), Nothing())
+    state.updaters[1].optimizer.param_groups[0]["lr"] = 0.5
+    (report,) = run(state, [[halves()]])
+    assert (report.lr, report.loss, report.skipped, report.optimizers) == (1e-2, None, False, {})
+    assert report.moved == ("b.2.weight" if moves else None)
+
+
 def test_a_turn_that_is_left_out_leaves_its_optimizer_alone() -> None:
     state = make_state(pair(), ("critic", "generator"), Gan(every=3))
     before = states_of(state, "generator")

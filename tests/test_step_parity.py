@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ampctl.recipe.schema import AmpConfig
 from ampctl.schedules import Cosine
+from ampctl.step import settle, train_step
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, fused=False, foreach=False),
@@ -183,3 +184,14 @@ def test_sa4_a_tail_window_is_the_mean_of_what_it_holds() -> None:
     for net, window in ((model, parts), (whole, [(x, y)])):
         run(make_state(net, torch.optim.SGD(net.parameters(), lr=1.0), "float32"), [window])
     torch.testing.assert_close(model.weight, whole.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_a_step_measures_the_gradient_where_it_is_asked_to() -> None:
+    model = Net()
+    state = make_state(model, OPTIMIZERS["sgd"](model.parameters()), "float16")
+    for asked in ({}, {"measure": False}, {"measure": True}):
+        train_step(state, batches(1), **asked)
+        report = settle(state)
+        assert report is not None
+        figures = (report.grad_norm, report.underflow, report.largest)
+        assert [figure is not None for figure in figures] == [bool(asked.get("measure"))] * 3
