@@ -23,6 +23,10 @@ Turn = tuple[Sequence[Updater], Tensor]
 """The optimizers whose gradients are complete, and the mean loss of the window, in float32."""
 
 
+class NoGradientError(UsageError):
+    """No parameter of an optimizer received a gradient."""
+
+
 def items_of(state: TrainState, window: Sequence[Any]) -> list[float]:
     """Return the items of each micro-batch of this rank, which are still on the host."""
     if len(window) == 1 and state.ranks.size == 1 and state.counts_samples:
@@ -78,15 +82,16 @@ def backward(
         loss = loss * share
     if not loss.requires_grad or (inputs is not None and not inputs):
         raise no_gradient(state, updater)
-    torch.autograd.backward(state.scaler.scale(loss), inputs=inputs)
+    with state.untouched.around_backward():
+        torch.autograd.backward(state.scaler.scale(loss), inputs=inputs)
     return loss.detach().float()
 
 
-def no_gradient(state: TrainState, updater: Updater) -> UsageError:
+def no_gradient(state: TrainState, updater: Updater) -> NoGradientError:
     """Return the error that no parameter of an optimizer received a gradient."""
     own = set(map(id, updater.parameters))
     names = [name for name, p in state.bare.named_parameters() if id(p) in own]
-    return UsageError(
+    return NoGradientError(
         f"{block_key('optimizer', updater.name)}: 0 of {len(names)} parameters "
         f"received a gradient ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). The "
         "loss does not depend on them: is it computed from a detached tensor, or are the layers "

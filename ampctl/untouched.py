@@ -54,11 +54,21 @@ class Untouched:
         """
         return self._looking() if self._is_looking and self._parameters else nullcontext()
 
+    def around_backward(self) -> AbstractContextManager[None]:
+        """Look at weights before and after a backward pass, whose hooks may step by themselves."""
+        return self._weights() if self._is_looking and self._parameters else nullcontext()
+
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        gradients, before = self._gradients(), _figures(self._parameters)
+        gradients = self._gradients()
         dtypes = [parameter.dtype for parameter in self._parameters]
-        yield
+        with self._weights():
+            yield
+            self._require_own(gradients, dtypes)
+
+    def _require_own(
+        self, gradients: Sequence[tuple[Tensor | None, int]], dtypes: Sequence[torch.dtype]
+    ) -> None:
         pairs = zip(self._parameters, dtypes, strict=True)
         cast = [parameter for parameter, dtype in pairs if parameter.dtype is not dtype]
         if cast:
@@ -80,6 +90,11 @@ class Untouched:
                 f"{first_of(self._names(touched))}. A task returns its loss, and ampctl makes the "
                 "step: leave out backward(), zero_grad() and step()"
             )
+
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        before = _figures(self._parameters)
+        yield
         after = _figures(self._parameters)
         same = (after == before) | (after.isnan() & before.isnan())
         # Counted from the end, so that 0 is none and the largest is the first.

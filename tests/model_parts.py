@@ -128,7 +128,15 @@ class Makes(nn.Module):
         self.register_buffer("cached", torch.zeros(1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.what == "replaced at once" and not hasattr(self, "old"):
+            self.old, self.first = [self.first], nn.Linear(8, 4)
         y = self.first(x)
+        if self.training == self.what.endswith("in eval mode"):
+            return y  # it makes nothing in this mode
+        if self.what == "buffer in eval mode" and not hasattr(self, "counts"):
+            self.register_buffer("counts", torch.zeros(3))
+        elif self.what == "parameter in eval mode" and not hasattr(self, "extra"):
+            self.extra = nn.Parameter(torch.zeros(3))
         if self.what == "parameter" and not hasattr(self, "scale"):
             self.scale = nn.Parameter(torch.ones(4))
         elif self.what == "layer" and not hasattr(self, "head"):
@@ -230,6 +238,38 @@ class Meddles:
             weight.data.clamp_(-0.1, 0.1)
         elif self.how == "half":
             model.half()
+
+
+class StepsItself:
+    """A task that steps by an optimizer of its own, and returns what it has learned from."""
+
+    def __init__(self) -> None:
+        self.optimizer: Any = None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = F.cross_entropy(model(batch[0]).float(), batch[1])
+        if torch.is_grad_enabled():
+            self.optimizer = self.optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return loss.detach()
+
+
+class StepsInBackward(nn.Linear):
+    """Each parameter steps as soon as its gradient is there, as torch's tutorial does it."""
+
+    def __init__(self, drops: bool = True) -> None:
+        super().__init__(8, 4)
+        self.drops = drops
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.step)
+
+    @torch.no_grad()
+    def step(self, parameter: Tensor) -> None:
+        parameter -= 0.1 * parameter.grad
+        if self.drops:
+            parameter.grad = None
 
 
 class MeddlesInTurns(Meddles):

@@ -19,6 +19,7 @@ MADE = {
     "larger": "seen has the shape [",
     "resized": "seen has the shape [4], and had [1]",
     "replaced": "first.weight is another parameter than the one that was there",
+    "replaced at once": "first.weight is another parameter than the one that was there",
     "grown parameter": "first.bias has the shape [1, 4], and had [4]",
 }
 RUN = ("--run-dir", "a", "checkpoint.every_steps=4")
@@ -50,6 +51,18 @@ def test_a9_what_the_first_pass_makes_is_named(what: str) -> None:
         assert "ready" not in said
     steps = [event["step"] for event in read_metrics("a/metrics.jsonl")]
     assert max(steps) <= 2  # one more step may be on its way
+    assert not list(Path("a").glob("checkpoints/*.pt"))
+
+
+@pytest.mark.parametrize(("what", "name"), [("buffer", "counts"), ("parameter", "extra")])
+def test_a9_what_the_first_evaluation_makes_is_named(what: str, name: str) -> None:
+    model = f"model={{_target_: model_parts.Makes, what: {what} in eval mode}}"
+    averaged = "train.ema_decay=0.9" if what == "buffer" else "train.ema_decay=null"
+    for argv in (("check", model), ("train", model, *RUN, "train.eval_every_steps=3", averaged)):
+        said = ampctl(*argv, code=2)
+        assert f"changed what the model is made of: {name} is a new {what}" in said
+        assert "ready" not in said
+    assert max(event["step"] for event in read_metrics("a/metrics.jsonl") if "step" in event) <= 3
     assert not list(Path("a").glob("checkpoints/*.pt"))
 
 

@@ -69,6 +69,22 @@ def test_a3_a_task_that_trains_the_model_itself_is_named(model: str) -> None:
         assert "leave out a step or an update of your own" in said
 
 
+@pytest.mark.parametrize("part", ["task: StepsItself", "model: StepsInBackward"])
+def test_a3_a_step_that_leaves_no_gradient_is_named(part: str) -> None:
+    key, kind = part.split(": ")
+    wrong = f"{key}={{_target_: model_parts.{kind}}}"
+    for argv in (("check", wrong), ("train", wrong, *RUN)):
+        said = ampctl(*argv, code=2)
+        assert re.search(r"itself changes \S*weight, which .* and leaves it no gradient", said)
+        assert "frozen?" not in said
+
+
+def test_a3_a_step_in_the_backward_pass_that_leaves_gradients_is_named() -> None:
+    wrong = "model={_target_: model_parts.StepsInBackward, drops: false}"
+    for argv in (("check", wrong), ("train", wrong, *RUN)):
+        assert "in step 1 the task or the model itself changes weight, wh" in ampctl(*argv, code=2)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("how", ["step", "backward"])
 def test_a3_gradients_that_a_task_makes_are_named(how: str, dtype: str) -> None:
@@ -140,5 +156,5 @@ def test_a3_only_the_first_steps_are_looked_at(monkeypatch: pytest.MonkeyPatch) 
         before = len(looked)
         train_step(job.state, window)
         counts.append(len(looked) - before)
-    count = 2 * len(job.state.parameters)
+    count = 4 * len(job.state.parameters)
     assert counts == [count, count, count, 0]

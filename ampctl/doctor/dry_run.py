@@ -30,7 +30,9 @@ from ampctl.doctor.finding import REFUSED_REMEDY, Finding, Target
 from ampctl.doctor.float16_constants import Constants
 from ampctl.doctor.trace import Trace, place
 from ampctl.errors import AmpctlError, first_of
+from ampctl.layout import changes, layout
 from ampctl.losses import backward_passes
+from ampctl.passes import NoGradientError
 from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
 from ampctl.task import Task
@@ -220,11 +222,15 @@ def _findings(run: _DryRun) -> list[Finding]:
     state = run.state
     constants = Constants(state.bare, state.device.type)
     turns: list[tuple[Sequence[Updater], list[Tensor]]] = []
+    built = layout(state.bare)
     try:
         with run.mode, Trace(constants.observe):
             for updaters, _ in backward_passes(state, [run.batch]):
                 turns.append((updaters, run.losses.found))
                 run.losses.found = []
+    except NoGradientError:
+        # The first step says so too, and knows whether weights have moved.
+        return list(constants.findings())
     except AmpctlError:
         raise
     except Exception as error:
@@ -232,6 +238,8 @@ def _findings(run: _DryRun) -> list[Finding]:
         # fake form, a hook has written into the original. A fault of the user's own comes again in
         # the first step.
         return [*constants.findings(), _ended(error, state.bare)]
+    if changes(built, state.bare):
+        return list(constants.findings())  # the first step says so
     return [*constants.findings(), *_without_gradient(run, turns)]
 
 

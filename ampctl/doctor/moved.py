@@ -11,6 +11,7 @@ import torch
 from ampctl.distributed.ranks import ALONE
 from ampctl.doctor.replay import replay, unchanged
 from ampctl.errors import UsageError
+from ampctl.passes import NoGradientError
 from ampctl.state import StepReport, TrainState
 
 _ADVICE = (
@@ -20,19 +21,20 @@ _ADVICE = (
 
 
 def moved_too_early(error: Exception, state: TrainState) -> UsageError | None:
-    """Return torch's error over weights that were changed before the backward pass in words.
+    """Return an error in words that comes of weights which were changed before ampctl's step.
 
-    None for any other error, and where nobody looked at the step.
+    torch can no longer go back through them, or the task or model has used up their gradients
+    itself. None for any other error, and where nobody looked at the step.
     """
+    used_up = isinstance(error, NoGradientError)
     moved = state.untouched.end()
-    if moved is None or "modified by an inplace operation" not in f"{error}":
+    if moved is None or not (used_up or "modified by an inplace operation" in f"{error}"):
         return None
     name = state.untouched.name(float(moved))  # sync: the step has failed
     if name is None:
         return None
-    return UsageError(
-        f"task: in step {state.progress.step + 1} {_who(name)}, before the backward pass. {_ADVICE}"
-    )
+    how = "and leaves it no gradient" if used_up else "before the backward pass"
+    return UsageError(f"task: in step {state.progress.step + 1} {_who(name)}, {how}. {_ADVICE}")
 
 
 def what_is_moved(state: TrainState, window: Sequence[Any], report: StepReport) -> str:

@@ -36,7 +36,7 @@ from ampctl.train import words
 from ampctl.train.across_ranks import nonfinite_names
 from ampctl.train.evaluate import NoItemsError, evaluate
 from ampctl.train.init_from import build
-from ampctl.train.savable import refuse_unsavable
+from ampctl.train.savable import changed_by_a_pass, refuse_unsavable
 from ampctl.updater import Updater
 
 MOST_WITHOUT_ITEMS = 10
@@ -88,7 +88,9 @@ def _check(
         report, made = _first_update(job, chain([first], windows))
         refuse_unsavable(job, begun=True)
         if job.eval_data is not None:
-            _check_monitors(job, _first_evaluation(job, job.eval_data))
+            metrics = _first_evaluation(job, job.eval_data)
+            refuse_unsavable(job, begun=True)  # what a model does in eval mode alone
+            _check_monitors(job, metrics)
     finally:
         job.train_data.close()
         if job.eval_data is not None:
@@ -202,8 +204,10 @@ def _step(job: Job, window: list[Any]) -> StepReport:
         train_step(job.state, window, measure=True)
         report = settle(job.state)
     except Exception as error:
-        told = moved_too_early(error, job.state) or in_words(
-            error, job.state.bare, window, doing="the first step", state=job.state
+        told = (
+            changed_by_a_pass(job)
+            or moved_too_early(error, job.state)
+            or in_words(error, job.state.bare, window, doing="the first step", state=job.state)
         )
         if told is None:
             raise

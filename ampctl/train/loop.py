@@ -21,6 +21,7 @@ from ampctl.train.across_ranks import diagnose, unused_later
 from ampctl.train.evaluate import NoItemsError, evaluate
 from ampctl.train.followed import follow, take_metrics
 from ampctl.train.run import Run
+from ampctl.train.savable import changed_by_a_pass
 from ampctl.train.save import finish, look, prepare, save
 
 MOST_SET_ASIDE = 2
@@ -74,7 +75,8 @@ def _epoch(run: Run) -> None:
         except Exception as error:
             doing = f"step {progress.step + 1}"
             told = (
-                moved_too_early(error, state)
+                changed_by_a_pass(job)
+                or moved_too_early(error, state)
                 or unused_later(error, state)
                 or in_words(error, state.bare, window, doing=doing, state=state)
             )
@@ -278,6 +280,8 @@ def _evaluate(run: Run, *, is_due: bool) -> None:
                 run.log.console.warn(f"step {progress.step}: {error}")
             metrics = dict.fromkeys((LOSS, *_watched(run)), math.nan)
         except Exception as error:
+            if changed := changed_by_a_pass(run.job):
+                raise changed from error
             if run.job.state.ranks.size == 1 and run.saved_step != progress.step:
                 save(run)  # the step before it is done
             doing = f"the evaluation after step {progress.step}"
@@ -285,6 +289,8 @@ def _evaluate(run: Run, *, is_due: bool) -> None:
             if told is None:
                 raise
             raise told from error
+    if changed := changed_by_a_pass(run.job):  # in eval mode alone, or since the first step
+        raise changed
     if metrics is None:
         return
     monitor = recipe.checkpoint.monitor

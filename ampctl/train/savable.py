@@ -29,17 +29,25 @@ def refuse_unsavable(job: Job, *, begun: bool) -> None:
     ``begun``: a step was taken, from which on a data set must say where it stands, and the model
     must be made of what it was built with.
     """
-    if begun and (made := changes(job.built, job.state.bare)):
-        message = (
-            f"a pass has changed what the model is made of: {first_of(made)}. No optimizer trains "
-            "what is new, and no checkpoint of it can be resumed"
-        )
-        raise RecipeError([job.loaded.problem("model", message, _IN_INIT)])
+    if begun and (changed := changed_by_a_pass(job)):
+        raise changed
     every = _parts(job, begun=begun)
     problems = [_problem(job, key, part, path, take) for key, part, path, take in every]
     found = [problem for problem in problems if problem is not None]
     if found:
         raise RecipeError(found)
+
+
+def changed_by_a_pass(job: Job) -> RecipeError | None:
+    """Return the error that a model is no longer made of what it was built with, if it is not."""
+    made = changes(job.built, job.state.bare)
+    if not made:
+        return None
+    message = (
+        f"a pass has changed what the model is made of: {first_of(made)}. No optimizer trains "
+        "what is new, and no checkpoint of it can be resumed"
+    )
+    return RecipeError([job.loaded.problem("model", message, _IN_INIT)])
 
 
 def _parts(job: Job, *, begun: bool) -> Iterator[tuple[str, Any, str, Callable[[], Any]]]:
