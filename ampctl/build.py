@@ -36,6 +36,7 @@ from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import Recipe
 from ampctl.state import TrainState
 from ampctl.task import Task, asks_for, has_own, why_not_called
+from ampctl.tasks import Transformers
 from ampctl.updater import Updater, build_updaters
 
 _RANK_STREAM = 4
@@ -211,6 +212,10 @@ def _refuse_misfits(
         what = "differentiates a gradient" if penalized else "has losses that take turns"
         message = f"{task.name} {what}, which a model sharded by fsdp cannot"
         problems.append(loaded.problem("distributed.strategy", message, "use ddp"))
+    if ranks.shards and isinstance(task, Transformers) and not task.is_known:
+        message = "a model sharded by fsdp cannot be asked which labels its loss counts"
+        advice = "give Transformers shift (true for causal models) and ignore_index (-100 in most)"
+        problems.append(loaded.problem("task", message, advice))
     for updater in updaters if ranks.shards else ():
         if updater.closure:
             kind = type(updater.optimizer).__name__

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampctl import rng
 from ampctl.data.loader import Borrowed
 from ampctl.data.move import to_device
 from ampctl.errors import UsageError
+from ampctl.modes import in_eval_mode
 from ampctl.recipe.schema import block_key
 from ampctl.state import TrainState
 from ampctl.task import count_items
+from ampctl.tasks import Transformers
 from ampctl.updater import Updater
 
 Turn = tuple[Sequence[Updater], Tensor]
@@ -31,7 +34,22 @@ def items_of(state: TrainState, window: Sequence[Any]) -> list[float]:
     """Return the items of each micro-batch of this rank, which are still on the host."""
     if len(window) == 1 and state.ranks.size == 1 and state.counts_samples:
         return [1.0]  # whatever it holds, it is all of the step
-    return [0.0 if isinstance(each, Borrowed) else count_items(state.task, each) for each in window]
+    return [0.0 if isinstance(each, Borrowed) else items_in(state, each) for each in window]
+
+
+def items_in(state: TrainState, batch: Any) -> float:
+    """Return the items of a batch on the host; the model is asked once which labels it counts."""
+    task = state.task
+    if isinstance(task, Transformers) and not task.is_known:
+        there = to_device(batch, state.device, channels_last=state.channels_last)
+        with (
+            in_eval_mode(state.bare),
+            torch.no_grad(),
+            rng.preserved(state.device),
+            state.precision.autocast(),
+        ):
+            task.find_out(state.bare, there)
+    return count_items(task, batch)
 
 
 def items_known(state: TrainState, samples: int | None) -> float | None:
@@ -63,7 +81,7 @@ def forward(state: TrainState, batch: Any, extras: Mapping[str, Any]) -> Tensor 
     batch = to_device(batch, state.device, channels_last=state.channels_last)
     with state.untouched.around(), state.precision.autocast():
         given = state.task.loss(state.model, batch, **extras)
-    loss = given[0] if isinstance(given, tuple) and given else given
+    loss = given[0] if isinstance(given, tuple) else given
     return None if loss is None else scalar(loss, state, "loss")
 
 

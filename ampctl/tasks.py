@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from ampctl.errors import UsageError
 from ampctl.task import Task, as_task, why_not_called
@@ -180,35 +181,113 @@ class Transformers(Task):
     """The loss that a model of ``transformers`` computes itself; a batch is its keyword arguments.
 
     The items are the labels other than ``ignore_index`` where labels are whole numbers, samples
-    otherwise. ``shift`` says that the model moves labels [batch, time] on by one token, as causal
-    language models do; set it to false for masked and sequence-to-sequence models and for token
-    classification.
+    otherwise. ``shift`` says that the model moves labels [batch, time] on by one token, as most
+    causal language models do. What is None is found out from the model: see :meth:`find_out`.
     """
 
-    def __init__(self, shift: bool = True, ignore_index: int = IGNORE_INDEX) -> None:
+    def __init__(self, shift: bool | None = None, ignore_index: int | None = None) -> None:
         self.shift = shift
         self.ignore_index = ignore_index
+        self.found = ""  # what was found out, in words
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known which labels count."""
+        return self.shift is not None and self.ignore_index is not None
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return ``model(**batch).loss`` in float32; labels that are all ignored have loss 0."""
-        loss = getattr(model(**_mapping(batch)), "loss", None)
-        if not isinstance(loss, Tensor):
-            raise UsageError(
-                f"{type(model).__name__} returned no .loss for a batch with "
-                f"{', '.join(map(str, batch))}; a model of transformers returns one when the "
-                'batch has "labels"'
-            )
-        items = self.num_items(batch)
-        return loss.float().where(items != 0, 0.0) if isinstance(items, Tensor) else loss.float()
+        loss = _own_loss(model, batch).float()
+        labels = _labels(batch)
+        return loss if labels is None else loss.where(self._count(labels) != 0, 0.0)
 
     def num_items(self, batch: Any) -> float | Tensor:
-        """Count the labels that enter the loss, or the samples where labels are no numbers."""
-        labels = _mapping(batch).get("labels")
-        if not isinstance(labels, Tensor) or not labels.ndim or labels.is_floating_point():
+        """Count the labels that enter the loss, or the samples where labels are no numbers.
+
+        Raises UsageError if the model would have to be asked first.
+        """
+        labels = _labels(batch)
+        if labels is None:
             return super().num_items(batch)
+        items = self._count(labels)
+        if self.shift is None and labels.ndim == 2 and items:
+            raise UsageError(
+                "task: it is not known whether the model moves its labels on by one token; give "
+                "Transformers shift (true for causal language models, else false)"
+            )
+        return items
+
+    def find_out(self, model: nn.Module, batch: Any) -> None:
+        """Ask a model in eval mode which labels of a batch its loss counts, if that is not known.
+
+        The index that it ignores is the one that it calls torch's cross entropy with. Labels are
+        moved on if the first one of each row changes nothing; that stays open until a batch has a
+        label that counts.
+        """
+        labels = _labels(batch)
+        if labels is None:
+            return
+        if self.ignore_index is None:
+            with _IgnoreIndex() as seen:
+                _own_loss(model, batch)
+            self.ignore_index = seen.found
+        if self.shift is None and labels.ndim == 2:
+            counted = labels[labels != self.ignore_index]
+            if not counted.numel():
+                return
+            none = torch.full_like(labels, self.ignore_index)
+            first = none.clone()
+            first[:, 0] = counted.max()
+            without, with_first = (
+                _own_loss(model, {**batch, "labels": each}).float() for each in (none, first)
+            )
+            self.shift = bool(torch.isclose(without, with_first, rtol=1e-3, equal_nan=True))
+        self.shift = bool(self.shift)
+        moved = "moved on by one token" if self.shift else "not moved on"
+        self.found = f"{moved}, {self.ignore_index} ignored, as the model's loss does it"
+
+    def _count(self, labels: Tensor) -> Tensor:
         if labels.ndim == 2:
-            labels = labels[:, int(self.shift) :]
-        return (labels != self.ignore_index).sum()
+            labels = labels[:, int(bool(self.shift)) :]
+        return (labels != (IGNORE_INDEX if self.ignore_index is None else self.ignore_index)).sum()
+
+
+class _IgnoreIndex(TorchFunctionMode):
+    """See which labels the first cross entropy that is called inside ignores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = IGNORE_INDEX
+        self._is_open = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_open and func in (F.cross_entropy, F.nll_loss):
+            self._is_open = False
+            default = args[4] if len(args) > 4 else IGNORE_INDEX
+            self.found = int(kwargs.get("ignore_index", default))
+        return func(*args, **kwargs)
+
+
+def _labels(batch: Any) -> Tensor | None:
+    """Return a batch's labels, if they are whole numbers."""
+    labels = _mapping(batch).get("labels")
+    if not isinstance(labels, Tensor) or not labels.ndim or labels.is_floating_point():
+        return None
+    return labels
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    loss = getattr(model(**_mapping(batch)), "loss", None)
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"{type(model).__name__} returned no .loss for a batch with "
+            f"{', '.join(map(str, batch))}; a model of transformers returns one when the "
+            'batch has "labels"'
+        )
+    return loss
 
 
 def _class_weights(weight: Sequence[float] | Tensor) -> Tensor:

@@ -183,10 +183,13 @@ def test_transformers_takes_the_models_own_loss_and_counts_shifted_labels():
     loss = Transformers().loss(CausalModel(), batch)
     assert loss.dtype == torch.float32
     assert torch.equal(loss, CausalModel()(**batch).loss.float())
-    assert Transformers().num_items(batch) == 5
+    task = Transformers()
+    task.find_out(CausalModel(), batch)
+    assert (task.shift, task.ignore_index) == (True, -100)
+    assert task.num_items(batch) == 5
     # The first label of a row is never predicted when labels are shifted.
     full = {"input_ids": tokens, "labels": tokens}
-    assert Transformers().num_items(full) == 8
+    assert task.num_items(full) == 8
     assert Transformers(shift=False).num_items(full) == 10
 
 
@@ -203,7 +206,7 @@ def test_transformers_matches_a_real_causal_model():
     labels = tokens.clone()
     labels[1, 3:] = -100
     batch = {"input_ids": tokens, "labels": labels}
-    task = Transformers()
+    task = Transformers(shift=True)
     logits = model(tokens).logits
     total = F.cross_entropy(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"

@@ -112,6 +112,7 @@ def _check(
         **({"schedule": f"not compared with the run: {unknown}"} if unknown else {}),
         **({"eval mode": f"{kept}, as the model is built"} if kept else {}),
         **({"no effect": "; ".join(ignored)} if ignored else {}),
+        **({"labels": found} if (found := getattr(state.task, "found", "")) else {}),
         "optimizer": "; ".join(_optimizer_words(updater) for updater in state.updaters),
         "first step": _first_words(report, samples),
         **({"first made": _made_words(made)} if made is not report else {}),

@@ -15,8 +15,8 @@ from ampctl.data.loader import Borrowed, unwrapped
 from ampctl.data.move import to_device
 from ampctl.errors import UsageError
 from ampctl.modes import in_eval_mode
+from ampctl.passes import items_in
 from ampctl.state import TrainState
-from ampctl.task import count_items
 
 _MEAN = ", the mean over the batch"
 
@@ -66,7 +66,7 @@ def _means(
         if borrowed and not state.ranks.shards:
             continue
         (batch,) = unwrapped([batch])
-        count = 0.0 if borrowed else count_items(state.task, batch)  # while it is on the host
+        count = 0.0 if borrowed else items_in(state, batch)  # while it is on the host
         batch = to_device(batch, state.device, channels_last=state.channels_last)
         extras = state.extras("loss")
         with state.precision.autocast(), torch.set_grad_enabled("grad" in extras):
