@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from ampctl import load_model
 from ampctl.boundary import Boundary
 from ampctl.cli import app
-from ampctl.ema import OptimizerAverage
+from ampctl.ema import OptimizerAverage, WeightAverage
 from ampctl.recipe.load import load_recipe
 from ampctl.step import settle, train_step
 from ampctl.track.metrics import read_metrics
@@ -174,3 +174,18 @@ def test_a6_an_evaluation_that_fails_gives_the_weights_of_training_back() -> Non
         fails()
     assert torch.equal(model.weight, before)
     assert updater.optimizer.param_groups[0]["train_mode"]
+
+
+def test_the_weights_of_training_are_taken_back_from_an_evaluation_that_has_not_ended() -> None:
+    model = nn.Linear(2, 2)
+    average = WeightAverage(model, 0.5)
+    averaged = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    trained = model.weight.detach().clone()
+    evaluation = average.applied(Boundary())
+    with evaluation:
+        assert torch.equal(model.weight, averaged)
+        for _ in range(2):
+            average.take_back()
+            assert torch.equal(model.weight, trained)

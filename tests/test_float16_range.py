@@ -67,3 +67,21 @@ def test_a_block_is_as_large_as_the_cache_of_a_core_or_as_a_queue_wants(
         with Trace(seen.append):
             gradients.float16_range([[torch.empty(size, device=device) for size in sizes]])
         assert sum(operation.name == "cat" for operation in seen) == blocks, sizes
+
+
+def test_no_block_is_longer_than_the_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "_CACHED_ELEMENTS", 4)
+    seen: list[Operation] = []
+    with Trace(seen.append):
+        gradients.float16_range([[torch.ones(size) for size in (2, 3, 2, 3)]])
+    assert [each.output.numel() for each in seen if each.name == "cat"] == [2, 3, 2, 3]
+
+
+def test_figures_of_several_devices_are_moved_to_the_first() -> None:
+    groups = [[torch.ones(2, device="meta")], [torch.ones(3)]]
+    for measure, figures in ((gradients.total_norm, 1), (gradients.float16_range, 2)):
+        seen: list[Operation] = []
+        with Trace(seen.append):
+            measure(groups)
+        moved = [each.output.device.type for each in seen if each.name == "_to_copy"]
+        assert moved == ["meta"] * figures

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "scripts/test --oldest",
     "scripts/gpu_check",
     "scripts/gpu_check --device cpu --tiny",
+    "scripts/mutants",
 }
 
 

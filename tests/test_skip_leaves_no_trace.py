@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
+from ampctl.buffers import BufferGuard
+from ampctl.doctor.trace import Operation, Trace
 from ampctl.lr import FunctionSchedule, LearningRate, TorchSchedule
 from ampctl.recipe.schema import AmpConfig
 from ampctl.schedules import Cosine
@@ -112,6 +114,18 @@ class Grows(BatchNorm):
         return super().between(x)
 
 
+class Shrinks(BatchNorm):
+    """A buffer that is shorter after each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("left", torch.arange(20.0))
+
+    def between(self, x: Tensor) -> Tensor:
+        self.left = self.left[1:].clone()
+        return super().between(x)
+
+
 class Late(BatchNorm):
     """A buffer that is None until the first forward pass, and one that changes its dtype there."""
 
@@ -190,6 +204,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "replaces-statistics": ReplacesStatistics,
     "replaces": Replaces,
     "grows": Grows,
+    "shrinks": Shrinks,
     "late": Late,
     "empty": Empty,
     "shares": Shares,
@@ -265,6 +280,7 @@ def build(
 )
 @example("batchnorm", "adam-fused", "cosine", "float16", [0, 0, 5], math.inf, 1.0, 1)
 @example("grows", "sgd-fused", "step", "float32", [0, 3], math.nan, None, 2)
+@example("shrinks", "sgd-fused", "step", "float32", [0, 3], math.nan, None, 2)
 @example("late", "adamw-foreach", "none", "bfloat16", [0], math.nan, None, 1)
 @example("unshares", "adagrad-fused", "onecycle", "float32", [0, 1], math.nan, None, 1)
 @example("empty", "sgd-default", "step", "float32", [0, 0], math.nan, None, 1)
@@ -402,3 +418,41 @@ def test_a10_statistics_that_are_shared_or_replaced_survive_a_skip(model: str) -
     moved = [name for name in before if "running" in name]
     assert moved
     assert not any(torch.equal(net.state_dict()[name], before[name]) for name in moved)
+
+
+def test_keeping_and_putting_back_take_a_kernel_a_dtype_however_many_layers_there_are() -> None:
+    guard = BufferGuard(nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(5)]))
+    for act, kernel in (
+        (guard.snapshot, "copy_"),
+        (lambda: guard.restore(torch.zeros(())), "where"),
+    ):
+        seen: list[Operation] = []
+        with Trace(seen.append):
+            act()
+        assert [operation.name for operation in seen].count(kernel) == 2, kernel
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_kept_are_all_buffers_as_they_were(model: str) -> None:
+    net = MODELS[model]()
+    guard = BufferGuard(net)
+    before = {name: each.clone() for name, each in net.named_buffers(remove_duplicate=False)}
+    guard.snapshot()
+    net(batches(1)[0][0])
+    assert_same(guard.kept(), before)
+
+
+def test_every_dense_buffer_follows_the_first_rank() -> None:
+    net = Late()  # one of its own buffers is None
+    net.register_buffer("links", torch.eye(3).to_sparse())
+
+    class FromFirst:
+        def follow_first_(self, values: Iterable[Tensor]) -> None:
+            for value in values:
+                value.fill_(7)
+
+    BufferGuard(net).follow_first(FromFirst())
+    found = dict(net.named_buffers())
+    assert torch.equal(found.pop("links").to_dense(), torch.eye(3))
+    assert found
+    assert all((buffer == 7).all() for buffer in found.values())

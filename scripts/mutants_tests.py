@@ -1,0 +1,47 @@
+"""The tests that `mutants.py` runs for each module."""
+
+from __future__ import annotations
+
+_STEP = "test_step_parity.py test_no_host_read.py test_skip_leaves_no_trace.py"
+_FIELD = "test_gradient_penalty.py test_field_cases.py test_several_optimizers.py"
+_SAVED = "test_checkpoint_store.py test_checkpoint_file.py test_asynchronous_save.py"
+TESTS: dict[str, tuple[str, ...]] = {
+    "step": (_STEP, f"test_scaler_policy.py {_FIELD}"),
+    "scaler": ("test_scaler_policy.py test_no_host_read.py", f"{_STEP} {_FIELD}"),
+    "gradients": ("test_scaler_policy.py test_float16_range.py", f"{_STEP} {_FIELD}"),
+    "buffers": (_STEP, f"test_attacks.py test_evaluate.py {_FIELD}"),
+    "ema": (
+        "test_on_gpu_by_reading.py test_skip_leaves_no_trace.py",
+        "test_evaluation_weights.py test_attacks.py test_several_optimizers.py",
+    ),
+    "lr": (
+        "test_schedules.py test_schedule_resume.py",
+        "test_resume_changes.py test_field_cases.py",
+    ),
+    "order": ("test_data_loading.py", "test_attacks.py"),
+    "store": (_SAVED, "test_attacks.py test_live_run.py test_run_files.py"),
+    "index": (_SAVED, "test_attacks.py test_run_files.py test_cli.py"),
+    "file": (_SAVED, "test_foreign_files.py test_run_files.py"),
+    "trust": ("test_recipe_trust.py", "test_current_folder.py test_eval.py"),
+    "validate": ("test_recipe_load.py", "test_recipe_target.py test_mistakes.py"),
+    "ranks": ("test_heed.py test_attendance.py test_items.py", "test_ranks.py test_ddp.py"),
+    "restore": (
+        "test_parameter_order.py test_resume_changes.py",
+        "test_attacks.py test_misfit.py test_run_files.py",
+    ),
+}
+"""The fast tests of each module, which is found by its name wherever in ampctl/ it stands.
+
+Those of the second part run where the first has missed a mutant.
+"""
+
+TOO_LONG = (
+    "test_several_optimizers.py::test_a_run_with_two_optimizers_resumes_exactly",
+    "test_several_optimizers.py::test_parts_that_a_task_calls_are_compiled_one_by_one",
+    "test_recipe_load.py::test_any_plain_values_survive_being_written_and_read",
+    "test_recipe_load.py::test_yc1_a_text_field_keeps_the_raw_text",
+    "test_recipe_load.py::test_an_alias_bomb_is_refused_in_words",
+    "test_recipe_load.py::test_a_stored_recipe_that_attacks_is_literal_or_refused",
+    "test_wrong_content.py::test_anything_wrong_anywhere_is_told_or_changes_nothing",
+)
+"""Tests of those files that take seconds and see little that the others do not."""
