@@ -283,9 +283,9 @@ def build_schedule(
     provide: dict[str, Any] = {"optimizer": optimizer}
     if total_steps is not None:
         provide["total_steps"] = total_steps
-    block = deepcopy(block)
-    for _, inner in blocks(block):
-        if {"epochs", "steps_per_epoch"} <= inner.keys():  # a length of the recipe's own
+    for _, inner in blocks(block := deepcopy(block)):
+        own = {"epochs", "steps_per_epoch"} <= inner.keys()  # a length of the recipe's own
+        if own and "total_steps" in parameters_of(locate(inner[TARGET])):
             inner.setdefault("total_steps", None)
     return build(block, key=key, origins=loaded.origins, provide=provide)
 

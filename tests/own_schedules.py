@@ -139,3 +139,9 @@ def warm_linear(
         return max(0.0, left / max(1, num_training_steps - num_warmup_steps))
 
     return LambdaLR(optimizer, factor)
+
+
+def in_epochs(optimizer: Optimizer, epochs: int, steps_per_epoch: int) -> LambdaLR:
+    """Fall to 0 over a length in epochs; it has no other argument for one."""
+    length = epochs * steps_per_epoch
+    return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / length))

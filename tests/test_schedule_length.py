@@ -212,6 +212,10 @@ def test_a7_a_length_in_epochs_is_the_recipes_own_and_the_advice_is_in_epochs() 
         check_recipe(loaded(short))
 
 
+def test_a7_a_schedule_in_epochs_need_not_take_another_length() -> None:
+    assert told(block("own_schedules.in_epochs", epochs=3, steps_per_epoch=4)) == []
+
+
 def test_a7_a_rate_that_is_0_altogether_is_no_schedules_fault() -> None:
     assert told(block("ampctl.schedules.Cosine"), "optimizer.lr=0") == []
 
