@@ -19,7 +19,6 @@ from ampctl.distributed.member import LAUNCHER, STARTS
 from ampctl.distributed.plan import Options, Plan, plan_for, refuse_in_rank, with_variables
 from ampctl.distributed.srun import become_rank
 from ampctl.errors import UsageError
-from ampctl.recipe.reading import STDIN
 
 if TYPE_CHECKING:
     from ampctl.checkpoint.contents import Facts
@@ -48,6 +47,8 @@ def train(
     failed, and what :func:`ampctl.train.worker.train` raises. ``notify`` is told of restarts.
     ``init_from``: a checkpoint whose weights a new run starts from.
     """
+    from ampctl.recipe.reading import STDIN  # with yaml, which --help does without
+
     options = with_variables(options)
     become_rank(options, notify)
     _import_torch(options)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ampctl.distributed.member import VARIABLES, is_of_torchrun, is_rank
 from ampctl.errors import MachineError, UsageError
-from ampctl.recipe.reading import STDIN
 
 if TYPE_CHECKING:
     from ampctl.recipe.schema import Recipe
@@ -124,6 +123,8 @@ def refuse_in_rank(options: Options) -> None:
 
 def refuse_shared_pipe(source: str) -> None:
     """Raise UsageError where ranks would each get a part of the recipe in their one pipe."""
+    from ampctl.recipe.reading import STDIN  # with yaml, which --help does without
+
     if source == STDIN and is_of_torchrun() and not stat.S_ISREG(os.fstat(0).st_mode):
         raise UsageError(
             "the ranks of torchrun have one standard input, and each would get a part of a pipe: "
