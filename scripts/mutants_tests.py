@@ -19,8 +19,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_resume_changes.py test_field_cases.py",
     ),
     "order": ("test_data_loading.py", "test_attacks.py"),
-    "store": (_SAVED, "test_attacks.py test_live_run.py test_run_files.py"),
-    "index": (_SAVED, "test_attacks.py test_run_files.py test_cli.py"),
+    "store": (_SAVED, "test_attacks.py test_run_files.py"),
+    "index": (_SAVED, "test_attacks.py test_run_files.py"),
     "file": (_SAVED, "test_foreign_files.py test_run_files.py"),
     "trust": ("test_recipe_trust.py", "test_current_folder.py test_eval.py"),
     "validate": ("test_recipe_load.py", "test_recipe_target.py test_mistakes.py"),
@@ -36,6 +36,9 @@ Those of the second part run where the first has missed a mutant.
 """
 
 TOO_LONG = (
+    "test_asynchronous_save.py::test_a_file_holds_the_state_of_its_step_although_training_goes_on",
+    "test_checkpoint_store.py::test_ck2_a_kill_while_a_run_goes_back_leaves_it_at_one_of_its_checkpoints",
+    "test_run_files.py::test_c3_a_recipe_takes_no_more_memory_than_its_length_allows",
     "test_several_optimizers.py::test_a_run_with_two_optimizers_resumes_exactly",
     "test_several_optimizers.py::test_parts_that_a_task_calls_are_compiled_one_by_one",
     "test_recipe_load.py::test_any_plain_values_survive_being_written_and_read",
