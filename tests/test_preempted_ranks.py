@@ -16,9 +16,8 @@ from signal import SIGTERM, SIGUSR1
 from typing import Any
 
 import pytest
-from cpus import python_path
 from processes import DEADLINE_S, Ended, Running, read_events, spawn, starting
-from test_restart import RECIPE, TESTS, TWO, rank_pids, slow_disk, undisturbed
+from test_restart import RECIPE, TWO, path_by_disk, rank_pids, slow_disk, undisturbed
 from test_resume_exact import assert_same, last
 from torch.distributed.launcher.api import LaunchConfig
 
@@ -31,7 +30,7 @@ LINE = ("train", "recipe.yaml", "--run-dir", "d")
 
 @pytest.fixture(autouse=True)
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", python_path(folder / "disk", TESTS, TESTS.parent))
+    monkeypatch.setenv("PYTHONPATH", path_by_disk(folder))
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "disk").mkdir()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpus import python_path
+from cpus import STARTUP, python_path
 from processes import Running, read_events, starting
 from test_resume_exact import assert_same, last
 from torch import Tensor, nn
@@ -41,7 +41,8 @@ distributed: {timeout_minutes: 1}
 TWO = ("--nproc-per-node", "2")
 # A disk that takes its time, in every process that finds this on its path.
 SLOW_DISK = """
-import os, time
+import os, runpy, time
+runpy.run_path({startup!r})  # of one name an interpreter takes the first alone
 fsync = os.fsync
 def slow(file):
     time.sleep(0 if os.path.exists("go") else {seconds})
@@ -102,7 +103,7 @@ class Task:
 
 @pytest.fixture(autouse=True)
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", python_path(folder / "disk", TESTS, TESTS.parent))
+    monkeypatch.setenv("PYTHONPATH", path_by_disk(folder))
     (folder / "disk").mkdir()
     (folder / "recipe.yaml").write_text(RECIPE)
 
@@ -125,8 +126,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return last(folder / "d")
 
 
+def path_by_disk(folder: Path) -> str:
+    """Return a ``PYTHONPATH`` by which what `slow_disk` writes is found before all else."""
+    return os.pathsep.join([f"{folder / 'disk'}", python_path(TESTS, TESTS.parent)])
+
+
 def slow_disk(seconds: float) -> None:
-    Path("disk/sitecustomize.py").write_text(SLOW_DISK.format(seconds=seconds))
+    text = SLOW_DISK.format(seconds=seconds, startup=f"{STARTUP / 'sitecustomize.py'}")
+    Path("disk/sitecustomize.py").write_text(text)
 
 
 def rank_pids(launcher: Running) -> dict[int, int]:
