@@ -59,7 +59,7 @@ ALLOWED = {
     "data.text": {"path.read_bytes", "file.read_bytes"},  # the user's data
     "environment": {"CPUINFO.read_text"},  # /proc
     "distributed.env": {"self._ear.open"},  # a pipe without a name
-    "train.rescue": {"read_text"},  # /proc
+    "distributed.pulse": {"read_text"},  # /proc
     "distributed.srun": {"read_bytes", "read_text"},  # /proc
     "distributed.address": {"read_text"},  # /proc
     "distributed.failure": {"part.write_text", "path.touch"},  # in torchelastic's folder
