@@ -105,7 +105,7 @@ class BufferGuard:
         return {
             f"{prefix}.{name}" if prefix else name: held[id(module), name]
             for prefix, module in self._model.named_modules(remove_duplicate=False)
-            for name in module._buffers
+            for name in own_buffers(module)
             if (id(module), name) in held
         }
 

@@ -73,6 +73,7 @@ class StreamData:
         self._openings = Openings(num_workers)
         self._is_compared = False
         self._before: dict[str, Any] | None = None
+        self._is_begun = False
         self._probe = rng.DrawProbe()  # which follows nothing: a stream has its own generators
 
     @property
@@ -127,7 +128,8 @@ class StreamData:
         ended = False
         while not ended:
             batch: list[Any] = []
-            self._before = self._state()
+            # Before its first sample a data set need not know where it stands.
+            self._before = self._state() if self._is_begun else {}
             with rng.preserved():
                 if self._generators is None:
                     rng.seed_host(rng.mix(self._seed, _STREAM, epoch))
@@ -144,7 +146,7 @@ class StreamData:
                             samples = self._open(epoch)
                     at_an_end = False
                 self._generators = rng.get_state()
-            self._ended = ended
+            self._ended, self._is_begun = ended, True
             self._before = None
             if batch:
                 yield batch
@@ -199,7 +201,7 @@ class StreamData:
             self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
             self._generators = state["rng"]
             self._ended = bool(state["ended"])
-            self._restored = True
+            self._restored = self._is_begun = True
 
     def close(self) -> None:
         """End worker processes."""
