@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from ampctl.distributed.shard import is_sharded
+from ampctl.distributed.shard import is_sharded, regather
 from ampctl.torch_private import passing_buffers
 
 Layout = Mapping[str, tuple[Tensor, tuple[int, ...]]]
@@ -20,6 +20,7 @@ def layout(model: nn.Module) -> Layout:
 
 def changes(built: Layout, model: nn.Module) -> list[str]:
     """Say what of a model is no longer as it was built, with which resuming and training begin."""
+    regather(model)  # else what FSDP still holds whole after a pass seems to be another parameter
     now = layout(model)
     said = [f"{name} is gone" for name in built if name not in now]
     for name, (tensor, shape) in now.items():

@@ -33,7 +33,7 @@ from ampctl.track.console import Console
 
 OPTIONS = (
     *("checkpoint.every_steps=1", "log.every_steps=1", "train.max_steps=6"),
-    "task._target_=test_disk_faults.Disturbed",
+    *("task._target_=test_disk_faults.Disturbed", "model.width=24"),
 )
 NOW, LATER = "checkpoint.asynchronous=false", "checkpoint.asynchronous=true"
 AT = 4
@@ -215,6 +215,9 @@ def test_a_disk_full_at_one_file_of_a_save(mount: Any, when: str, lacking: str) 
 
     def full() -> None:
         size = (run_dir / "checkpoints/step-00000003.pt").stat().st_size
+        assert (
+            256 < size % PAGE < PAGE - 256
+        )  # the next one, of nearly that size, has as many pages
         pages = -(-size // PAGE)
         fill(disk, (pages if lacking == "index" else pages - 1) * PAGE)
 
