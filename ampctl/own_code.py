@@ -5,10 +5,8 @@ What is the user's own file is for ``recipe.fault`` to say.
 
 from __future__ import annotations
 
-import functools
 import pickle
 import traceback
-from pathlib import Path
 
 from ampctl.recipe.fault import is_users_own_file
 
@@ -20,14 +18,9 @@ class InWorker(Exception):  # noqa: N818 (it is the cause of an error, and holds
 def own_frames(error: BaseException) -> traceback.StackSummary:
     """Return the frames from the first one in a file of the user's own on; none if it has none."""
     frames = traceback.extract_tb(error.__traceback__)
-    start = next((i for i, each in enumerate(frames) if is_own(each.filename)), len(frames))
+    own = (i for i, each in enumerate(frames) if is_users_own_file(each.filename))
+    start = next(own, len(frames))
     return traceback.StackSummary.from_list(frames[start:])
-
-
-def own_line(error: BaseException) -> str:
-    """Return the innermost line of the user's own, ``my_data.py:31 in __getitem__``; "" if none."""
-    own = [each for each in own_frames(error) if is_own(each.filename)]
-    return f"{_shown(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
 def as_text(error: BaseException) -> str:
@@ -65,14 +58,3 @@ def carried(error: Exception) -> Exception:
     except Exception as fault:  # its class is somebody's own: anything can go wrong
         why = f"{fault}"
     return RuntimeError(f"{type(error).__name__}: {error} (which pickle cannot carry: {why})")
-
-
-@functools.cache
-def is_own(file: str) -> bool:
-    """Tell whether a source file is the user's own."""
-    return is_users_own_file(Path(file))
-
-
-def _shown(file: str) -> str:
-    path = Path(file)
-    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}"

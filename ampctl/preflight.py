@@ -65,7 +65,10 @@ def refuse_unknown_targets(loaded: LoadedRecipe) -> None:
     for name, block in by_name(recipe.optimizer).items():
         ours = ("groups", "params") if name else ("groups",)  # what ampctl itself reads
         arguments = {k: v for k, v in block.items() if k not in ours}
-        asked.append((block_key("optimizer", name), arguments, {}, [soon]))
+        at = block_key("optimizer", name)
+        asked.append((at, arguments, {}, [soon]))
+        groups = block.get("groups")
+        asked.append((child(at, "groups"), groups if isinstance(groups, Mapping) else {}, {}, []))
     for name, block in by_name(recipe.scheduler).items():
         asked.append(
             (block_key("scheduler", name), block, {"optimizer": soon, "total_steps": soon}, [])

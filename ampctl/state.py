@@ -21,10 +21,11 @@ from ampctl.lacking import lacking_of
 from ampctl.load_state import MisfitError, load_model, load_optimizer, require_fit
 from ampctl.pending import Pending
 from ampctl.recipe.schema import AmpConfig
+from ampctl.rewind import Rewind
 from ampctl.saved import require_counts, require_scale
 from ampctl.task import Task, asks_for, has_own
 from ampctl.untouched import Untouched
-from ampctl.updater import Rewind, Updater, one_or_by_name
+from ampctl.updater import Updater, one_or_by_name
 
 
 @dataclass

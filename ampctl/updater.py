@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ampctl import optim
-from ampctl.distributed.shard import is_sharded, local
+from ampctl.distributed.shard import is_sharded
 from ampctl.errors import Problem, RecipeError
 from ampctl.groups import group_values
 from ampctl.lr import FunctionSchedule, LearningRate, TorchSchedule, follows_metric
@@ -27,7 +27,7 @@ from ampctl.recipe.fault import failure
 from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET, Block, block_key, by_name
-from ampctl.recipe.target import blocks, build, locate
+from ampctl.recipe.target import blocks, build, build_inside, locate
 from ampctl.tiny_step import steps_fused
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")  # the kernels of MPS do not look at found_inf
@@ -150,6 +150,11 @@ def _build_optimizer(
     )
     if wrong := _wrong_rates(loaded, key, block):
         raise RecipeError(wrong)
+    tried = {glob: options for glob, options in (globs or {}).items() if options}
+    for at, own in {"": {}, **tried}.items() if tried else ():
+        # torch looks at what its constructor is given, and not at the options of a group.
+        place = child(child(key, "groups"), at) if at else key
+        build({**block, **own}, key=place, origins=loaded.origins, args=[[*part]])
     fusable = device.type in _FUSED_DEVICES and "fused" in options
     fusable &= not block.get("dampening")  # see optim.make_skippable
     fusable &= all(parameter.is_floating_point() for parameter in part)  # complex is not
@@ -183,6 +188,7 @@ def _options_by_glob(
         message = f"got {globs!r}; allowed: a mapping of globs of parameter names to options"
         advice = 'write it like groups: {"head.*": {lr: 1e-4}}'
         raise RecipeError([loaded.problem(key, message, advice)])
+    globs = build_inside(globs, key=key, origins=loaded.origins)
     parameters = parameters_of(locate(block[TARGET]))
     context = Context(loaded.origins, {}, [])
     fitting = {
@@ -288,63 +294,3 @@ def build_schedule(
         if own and "total_steps" in parameters_of(locate(inner[TARGET])):
             inner.setdefault("total_steps", None)
     return build(block, key=key, origins=loaded.origins, provide=provide)
-
-
-class Rewind:
-    """Take back a step that an optimizer has made, without the host knowing whether it must.
-
-    :meth:`mark` before the step, :meth:`restore` with ``found_inf`` after it. Parameters and every
-    tensor in the optimizer's state and groups are kept; where a step makes new state or changes a
-    number that is no tensor, the host has to look.
-    """
-
-    def __init__(self, updater: Updater) -> None:
-        self._optimizer = updater.optimizer
-        self._parameters = updater.parameters
-        self._kept: list[tuple[Tensor, Tensor]] = []
-        self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
-        self._groups: list[dict[str, Any]] = []
-
-    @torch.no_grad()
-    def mark(self) -> None:
-        """Remember parameters, state and groups as they are."""
-        state = self._optimizer.state
-        self._states = [(p, dict(state[p]) if p in state else {}) for p in self._parameters]
-        self._groups = [dict(group) for group in self._optimizer.param_groups]
-        mappings = (*self._groups, *(kept for _, kept in self._states))
-        values = (v for kept in mappings for v in kept.values() if isinstance(v, Tensor))
-        now = [local(each.detach()) for each in (*self._parameters, *values)]
-        if [tensor.data_ptr() for tensor in now] != [t.data_ptr() for t, _ in self._kept]:
-            self._kept = [(tensor, tensor.clone()) for tensor in now]
-            return
-        for tensor, copy in self._kept:
-            copy.copy_(tensor)
-
-    @torch.no_grad()
-    def restore(self, found_inf: Tensor) -> None:
-        """Put back what was remembered where ``found_inf`` (a float scalar) is not 0."""
-        bad = {}
-        for device in {tensor.device for tensor, _ in self._kept}:
-            bad[device] = found_inf.to(device).bool()  # sync: where state is kept on the host
-        for tensor, copy in self._kept:
-            torch.where(bad[tensor.device], copy, tensor, out=tensor)
-        state, groups = self._optimizer.state, self._optimizer.param_groups
-        pairs = [*zip(groups, self._groups, strict=True)]
-        pairs += [(state.get(parameter, {}), kept) for parameter, kept in self._states]
-        if all(_is_same(now, kept) for now, kept in pairs):
-            return
-        if found_inf.item():  # sync: its first step, or numbers that the host keeps
-            for group, kept in zip(groups, self._groups, strict=True):
-                group.clear()
-                group.update(kept)
-            for parameter, kept in self._states:
-                state.pop(parameter, None)
-                if kept:
-                    state[parameter] = kept
-
-
-def _is_same(state: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
-    return state.keys() == kept.keys() and all(
-        state[name] is value or (not isinstance(value, Tensor) and state[name] == value)
-        for name, value in kept.items()
-    )

@@ -71,6 +71,7 @@ FLOORS = {
     "first_weights": 1,
     "pending": 1,
     "untouched": 1,
+    "rewind": 2,
     "updater": 2,
     "checkpoint": 3,
     "doctor": 3,

@@ -91,7 +91,10 @@ GROUPS = "command line: optimizer.groups"
         ("optimizer.groups={'*': 3}", f"{GROUPS}.*: its options are 3, not a mapping"),
         ("optimizer={_target_: own.NoRate}", "optimizer: own.NoRate has no learning rate"),
         ("optimizer={_target_: builtins.list}", "optimizer: builtins.list gave a list"),
-        ("optimizer.betas=3", "optimizer.betas is 3 (command line); its default is [0.9, 0.999]"),
+        (
+            "optimizer.betas=3",
+            "optimizer.betas is 3 (command line), where a list of 2 numbers is wanted",
+        ),
         ("optimizer.betas=0.9,0.95", "command line: optimizer.betas: got '0.9,0.95' (text)"),
         ("optimizer.lr=1,5e-3", "write 1.5e-3"),
         ("optimizer.lr=1,000", "write 1000, or 1.000"),
@@ -183,6 +186,46 @@ def test_d13_pythons_none_is_told_to_be_null(override: str, key: str) -> None:
 def test_d13_none_in_a_file_is_told_with_its_line(folder: Path) -> None:
     (folder / "r.yaml").write_text(RECIPE.replace("size: 8", "size: 8, root: None"))
     assert "r.yaml:5: data.train.root: got None" in told()
+
+
+@pytest.mark.parametrize("key", ["data.eval", "amp.clip_norm", "train", "name", "unknown"])
+def test_d7_a_key_with_none_is_one_problem(key: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("r.yaml", [f"{key}=None"])
+    assert [problem.key for problem in caught.value.problems] == [key]
+
+
+ONE, TWO = "where one number is wanted", "where a list of 2 numbers is wanted: write it like [0."
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "says"),
+    [
+        ("optimizer.betas=0.9", "optimizer.betas", TWO),
+        ("optimizer.betas=[0.9]", "optimizer.betas", "where 2 numbers are wanted"),
+        ("optimizer.lr=[0.1]", "optimizer.lr", f"{ONE}: write it like 0.1"),
+        ("optimizer.eps={a: 1}", "optimizer.eps", ONE),
+        ("optimizer.groups={weight: {lr: [0.1]}}", "optimizer.groups.weight.lr", ONE),
+        ("optimizer.groups={weight: {betas: 0.9}}", "optimizer.groups.weight.betas", TWO),
+        (
+            "optimizer.groups={weight: {weight_decay: [0]}}",
+            "optimizer.groups.weight.weight_decay",
+            ONE,
+        ),
+        (
+            "scheduler={_target_: torch.optim.lr_scheduler.MultiStepLR, milestones: 30}",
+            "scheduler.milestones",
+            "where a list is wanted: write it like [30]",
+        ),
+    ],
+)
+def test_d7_one_number_and_a_list_of_them_are_told_apart(
+    override: str, key: str, says: str
+) -> None:
+    output = told("optimizer={_target_: torch.optim.Adam, lr: 0.1}", override)
+    assert output.startswith(f"error: command line: {key}: ")
+    assert "problems" not in output
+    assert says in output
 
 
 def test_d13_a_quoted_none_is_the_text_and_is_written_so_that_it_reads_back() -> None:

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler as lr
 from torch.optim.swa_utils import SWALR
 
 from ampctl import plain
-from ampctl.errors import CheckpointError
+from ampctl.errors import CheckpointError, RecipeError
 from ampctl.groups import group_values
 from ampctl.lr import FunctionSchedule, TorchSchedule
 from ampctl.recipe.load import load_recipe
@@ -466,3 +466,20 @@ def test_b4_rates_of_any_kind_resume_exactly(optimizer: str, scheduler: str, rec
     assert_same(*ends)
     resume(7, "optimizer.weight_decay=0.0", "optimizer.lr=0.02", run_dir="c")
     assert rates("c") == pytest.approx([2 * rate for rate in rates("a")[7:]])
+
+
+@pytest.mark.parametrize("scheduler", ["null", SEQUENCE], ids=["none", "torch"])
+def test_b4_a_rate_that_is_built_for_a_group_resumes_exactly(scheduler: str, recipe: None) -> None:
+    groups = "{weight: {lr: {_target_: torch.tensor, data: 0.03}}}"
+    train(f"scheduler={scheduler}", f"optimizer.groups={groups}")
+    assert max(rates("a")) == pytest.approx(0.03)
+    resume(7)
+    assert rates() == rates("a")[7:]
+    ends = [torch.load(f"{run}/checkpoints/latest.pt", weights_only=True) for run in ("a", "b")]
+    assert_same(*ends)
+
+
+def test_b4_a_block_within_a_group_that_cannot_be_built_is_told_with_its_key(recipe: None) -> None:
+    groups = "{weight: {lr: {_target_: torch.tenor, data: 0.03}}}"
+    with pytest.raises(RecipeError, match=r"optimizer\.groups\.weight\.lr\._target_: torch has no"):
+        train(f"optimizer.groups={groups}")

@@ -25,12 +25,13 @@ from ampctl.errors import CheckpointError, RecipeError, UsageError
 from ampctl.lr import FunctionSchedule
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
+from ampctl.rewind import Rewind
 from ampctl.state import TrainState
 from ampctl.tasks import as_task
 from ampctl.track.metrics import read_metrics
 from ampctl.train import worker
 from ampctl.train.check import check_recipe
-from ampctl.updater import Rewind, Updater
+from ampctl.updater import Updater
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {

@@ -323,17 +323,12 @@ def _place(frame: FrameType | None) -> str:
     """Name the innermost line of the user's own, or else of ampctl."""
     ours = None
     while frame is not None and not frame.f_code.co_filename.startswith(_OUTERMOST):
-        if _is_users(frame.f_code.co_filename):
+        if is_users_own_file(frame.f_code.co_filename):
             return _line(frame)
         if ours is None and f"{_HOME}" in frame.f_code.co_filename:
             ours = frame
         frame = frame.f_back
     return "its start" if ours is None else _line(ours)
-
-
-@functools.cache
-def _is_users(file: str) -> bool:
-    return is_users_own_file(Path(file))
 
 
 def _line(frame: FrameType) -> str:

@@ -24,7 +24,7 @@ from ampctl.doctor.replay import (
 )
 from ampctl.doctor.torch_errors import Steps, innermost_module
 from ampctl.errors import UsageError
-from ampctl.own_code import own_line
+from ampctl.recipe.fault import own_place
 from ampctl.state import TrainState
 
 # Of errors without any of these, another run of somebody's code would tell nothing.
@@ -52,7 +52,7 @@ def explained(
         return None
     layer = innermost_module(steps, state.bare)
     where, kind = layer or ("", "")
-    place = f"model{'.' if where else ''}{where} ({kind})" if layer else own_line(error)
+    place = f"model{'.' if where else ''}{where} ({kind})" if layer else own_place(error)
     place = place or "the backward pass"
     # Several ranks would have to run it together, and the others know nothing of it.
     can_try = bool(window) and state.ranks.size == 1

@@ -17,8 +17,8 @@ from ampctl.data.move import tensors
 from ampctl.distributed.failure import comes_of_others
 from ampctl.doctor import half_precision, torch_errors
 from ampctl.errors import AmpctlError, MachineError, UsageError
-from ampctl.own_code import own_frames, own_line
-from ampctl.recipe.fault import is_out_of_memory
+from ampctl.own_code import own_frames
+from ampctl.recipe.fault import is_out_of_memory, own_place
 from ampctl.state import TrainState
 from ampctl.task import Task
 
@@ -64,8 +64,9 @@ def in_words(
         return None
     _to_log(error, doing)
     if known is not None:
-        line = own_line(error)
-        at = f"\n    in your own code: {line}" if line and line.split()[0] not in known else ""
+        line = own_place(error)
+        is_new = bool(line) and line.partition(",")[0] not in known
+        at = f"\n    in your own code: {line}" if is_new else ""
         return kind(f"{doing}: {known}{at}\n    torch says: {str(error).splitlines()[0]}")
     shapes = "; ".join(_shapes(batch) for batch in batches[:1]) or "none"
     return UsageError(

@@ -19,12 +19,14 @@ from ampctl.recipe.schema import TARGET
 from ampctl.recipe.suggest import nearest
 
 _NUMBERS = frozenset({"int", "float", "complex"})
-_LISTS = frozenset({"tuple", "list", "Tuple", "List"})
+_LISTS = frozenset({"tuple", "list", "Tuple", "List", "Sequence", "Iterable"})
+_LIST = re.compile(rf"(\w+\.)?({'|'.join(_LISTS)})(\[.*\])?")
 # What may stand beside numbers and lists in an annotation that takes no text.
 _NO_TEXT = frozenset(
     {*_NUMBERS, *_LISTS, "bool", "None", "NoneType", "Optional", "Union", "Tensor", "torch"}
     | {"typing", "t"}
 )
+_SCALARS = _NO_TEXT - _LISTS  # a tensor too
 _UNKNOWN_NAME = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
@@ -167,14 +169,33 @@ def _odd(
         if meant or kinds & (_NUMBERS | _LISTS):
             remedy = f": write {meant}" if meant else ", where a number or a list of them is usual"
             yield key, f"{key} is the text {value!r}{where}{remedy}"
+    elif isinstance(value, list | dict) and kinds & _NUMBERS and not kinds - _SCALARS:
+        like = value[0] if isinstance(value, list) and len(value) == 1 else default
+        example = f": write it like {like!r}" if isinstance(like, int | float) else ""
+        yield key, f"{key} is {value!r}{where}, where one number is wanted{example}"
+    elif isinstance(value, list) and isinstance(default, tuple) and len(value) != len(default):
+        many = f"{len(default)} numbers are wanted: write it like {list(default)}"
+        yield key, f"{key} is {value!r}{where}, where {many}"
     elif isinstance(value, list):
         for place_, item in enumerate(value):
             if isinstance(item, str) and isinstance(default, tuple | list):
                 yield from _odd(_like(default), item, child(key, place_), context)
     elif value is None and isinstance(default, int | float | tuple):
         yield key, f"{key} is null{where}; its default is {default!r}"
-    elif isinstance(value, int | float) and isinstance(default, tuple | list):
-        yield key, f"{key} is {value!r}{where}; its default is {list(default)}"
+    elif isinstance(value, int | float) and (
+        isinstance(default, tuple | list) or (parameter and _is_of_lists(parameter))
+    ):
+        like = list(default) if isinstance(default, tuple | list) else [value]
+        many = f"a list of {len(like)} numbers" if isinstance(default, tuple) else "a list"
+        yield key, f"{key} is {value!r}{where}, where {many} is wanted: write it like {like}"
+
+
+def _is_of_lists(parameter: inspect.Parameter) -> bool:
+    """Return whether a list alone is allowed: ``list[int]``, not ``int | list[int]``."""
+    annotation = parameter.annotation
+    if isinstance(annotation, str):
+        return bool(_LIST.fullmatch(annotation))
+    return getattr(get_origin(annotation) or annotation, "__name__", "") in _LISTS
 
 
 def _is_named(value: Any, said: str) -> bool:

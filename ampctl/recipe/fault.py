@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import linecache
+import functools
 import re
 import sysconfig
 import traceback
@@ -23,11 +23,12 @@ _MACHINES = (
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
 
 
-def is_users_own_file(file: Path) -> bool:
+@functools.cache
+def is_users_own_file(name: str) -> bool:
     """Return whether a source file is neither the standard library's, installed, nor ampctl's."""
-    if f"{file}".startswith("<"):  # made at run time
+    if name.startswith("<"):  # made at run time
         return False
-    file = file.resolve()
+    file = Path(name).resolve()
     paths = sysconfig.get_paths()
     libraries = [Path(paths[name]).resolve() for name in ("stdlib", "purelib", "platlib")]
     is_installed = {"site-packages", "dist-packages"} & set(file.parts)
@@ -37,18 +38,23 @@ def is_users_own_file(file: Path) -> bool:
 
 def users_lines(error: BaseException) -> list[str]:
     """Return the user's own lines that an error came through, the innermost first, with places."""
-    steps = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if is_users_own_file(Path(frame.f_code.co_filename))
-    ]
-    lines = []
-    for frame, line in reversed(steps[-_MOST_CALLS:]):
-        code = frame.f_code
-        text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
-        of = "" if code.co_name == "<module>" else f", in {code.co_name}"
-        lines.append(f"{_shown(code.co_filename)}:{line}{of}: {_short(text)}")
-    return [f"{'called from ' if place else ''}{line}" for place, line in enumerate(lines)]
+    lines = [f"{_place(step)}: {_short(step.line or '')}" for step in _own_steps(error)]
+    return [f"{'called from ' if n else ''}{line}" for n, line in enumerate(lines[:_MOST_CALLS])]
+
+
+def own_place(error: BaseException) -> str:
+    """Return the place of the innermost of the user's own lines, or ""."""
+    return next(map(_place, _own_steps(error)), "")
+
+
+def _own_steps(error: BaseException) -> list[traceback.FrameSummary]:
+    steps = reversed(traceback.extract_tb(error.__traceback__))
+    return [step for step in steps if is_users_own_file(step.filename)]
+
+
+def _place(step: traceback.FrameSummary) -> str:
+    of = "" if step.name == "<module>" else f", in {step.name}"
+    return f"{_shown(step.filename)}:{step.lineno}{of}"
 
 
 def error_in_words(error: BaseException) -> str:

@@ -229,8 +229,9 @@ def _refuse_pythons_none(tree: Node, problems: list[Problem], of: str = "") -> N
 
 def _finish(tree: Node, where: str, problems: list[Problem]) -> LoadedRecipe:
     """Validate a merged tree and write it out; raises all problems in the order of the file."""
-    found = Validation(problems)
+    found, told = Validation([]), {(problem.where, problem.key) for problem in problems}
     recipe = validate(tree, found)
+    problems += [each for each in found.problems if (each.where, each.key) not in told]
     text = "" if recipe is None else dump(to_plain(recipe))
     if len(text.encode()) > MAX_BYTES:
         problems.append(Problem(where, "", f"is larger than {MAX_BYTES:,} bytes when written out"))

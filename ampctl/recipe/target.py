@@ -96,10 +96,7 @@ def build(
     for what a call raises, whosoever's code it is, and MachineError where disk or memory is full.
     """
     context = Context(origins, provide or {}, [])
-    plan = _plan(block, key, context, args)
-    if context.problems:
-        raise RecipeError(context.problems)
-    built = _run(plan, context)
+    built = _planned_and_run(block, key, context, args)
     if built is None or isinstance(built, type) or inspect.iscoroutine(built):
         found = f"the class {built.__name__}" if isinstance(built, type) else type(built).__name__
         found = "nothing (None)" if built is None else found
@@ -109,6 +106,18 @@ def build(
         context.tell(key, message, "name what returns the object itself when it is called")
         raise RecipeError(context.problems)
     return built
+
+
+def build_inside(values: Mapping[str, Any], *, key: str, origins: Mapping[str, str]) -> Any:
+    """Return plain values with each block in them built; raises what :func:`build` does."""
+    return _planned_and_run(values, key, Context(origins, {}, []), ())
+
+
+def _planned_and_run(value: Any, key: str, context: Context, args: Sequence[Any]) -> Any:
+    plan = _plan(value, key, context, args)
+    if context.problems:
+        raise RecipeError(context.problems)
+    return _run(plan, context)
 
 
 def blocks(value: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

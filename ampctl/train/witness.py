@@ -12,7 +12,6 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +276,7 @@ def _globals() -> Digests:
     found: Digests = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not file or not _is_users_own(file):
+        if not file or not is_users_own_file(file):
             continue
         for key, value in _not_dunder(vars(module)):
             where = f"global {name}.{key}"
@@ -291,11 +290,6 @@ def _globals() -> Digests:
 
 def _not_dunder(names: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [each for each in names.items() if not each[0].startswith("__")]
-
-
-@cache
-def _is_users_own(file: str) -> bool:
-    return is_users_own_file(Path(file))
 
 
 def _kind(data: TrainData) -> str:
