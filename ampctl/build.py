@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ampctl import optim, rng, torch_private
+from ampctl import optimizers, rng, torch_private
 from ampctl.amp.masters import upcast_
 from ampctl.amp.modules import set_module_dtypes
 from ampctl.amp.precision import Precision, choose_precision, set_accuracy
@@ -24,7 +24,7 @@ from ampctl.data.stream import StreamData
 from ampctl.distributed.env import choose_device, use_device
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.ema import Average, OptimizerAverage, WeightAverage, keeps_average
-from ampctl.errors import RecipeError
+from ampctl.errors import RecipeError, first_of
 from ampctl.first_weights import FirstWeights
 from ampctl.layout import Layout, layout
 from ampctl.modes import set_to_train
@@ -97,6 +97,24 @@ def build_job(
     return Job(loaded, state, train_data, eval_data, total_steps, layout(state.bare))
 
 
+def build_new(
+    loaded: LoadedRecipe, ranks: Ranks = ALONE, first_weights: FirstWeights | None = None
+) -> Job:
+    """Build the job of a new run.
+
+    Raises as :func:`build_job`, and RecipeError for a model with weights that are not finite, but
+    for masks: no training mends them.
+    """
+    job = build_job(loaded, ranks, first_weights)
+    weights = {"model": job.state.bare.state_dict(), "optimizer": None, "ema": None}
+    if bad := job.state.nonfinite(weights):
+        names = first_of([name.removeprefix("model.") for name in bad])
+        message = f"its weights are not finite from the start: {names}"
+        advice = "look at how the model makes them (torch.empty holds anything), or what it loads"
+        raise RecipeError([loaded.problem("model", message, advice)])
+    return job
+
+
 def settle_device(recipe: Recipe, ranks: Ranks = ALONE) -> tuple[torch.device, Precision]:
     """Choose device and dtype, and let torch know of them. Raises MachineError, UsageError."""
     device = choose_device(recipe.train.device, ranks)
@@ -136,7 +154,7 @@ def build_state(
         ranks, blocks = shard(loaded, bare, device, ranks)
     updaters = build_updaters(loaded, bare, device, total_steps)
     for updater in updaters if scaling else ():
-        optim.refuse_closure(updater.optimizer)
+        optimizers.refuse_closure(updater.optimizer)
     task = build_task(loaded)
     _refuse_misfits(loaded, task, updaters, ranks)
     if torch_private.left_out_by_ddp(bare):

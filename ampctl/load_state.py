@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from ampctl import commands
 from ampctl.errors import CheckpointError, first_of
-from ampctl.optim import KERNEL_CHOICES, counted_in_groups, needs_closure
+from ampctl.optimizers import KERNEL_CHOICES, counted_in_groups, needs_closure, state_names
 from ampctl.saved import fitting_groups, fitting_state
-from ampctl.tiny_step import state_names
 
 _SHOWN = 8
 _MOST_GLOBS = 4

@@ -1,21 +1,17 @@
-"""Which parameters an optimizer gets, with which options, and whether it can train them at all."""
+"""The parameter groups of an optimizer: which parameters it gets, and with which options."""
 
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 
-from ampctl import torch_private
-from ampctl.errors import Problem, RecipeError, UsageError, first_of
-from ampctl.recipe.arguments import parameters_of
+from ampctl.errors import Problem, RecipeError, first_of
 from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import Block
@@ -25,8 +21,6 @@ Group = dict[str, Any]
 
 NORM_CLASS = re.compile(r"norm(\d?d)?$", re.IGNORECASE)
 SHOWN = ("lr", "weight_decay")
-KERNEL_CHOICES = ("fused", "foreach", "capturable", "differentiable")
-"""Options of torch's optimizers that choose how a step is computed, not what."""
 
 
 @dataclass(frozen=True)
@@ -175,65 +169,6 @@ def describe_groups(groups: Iterable[Mapping[str, Any]]) -> list[str]:
             + (", ".join(options) or "the optimizer's own options")
         )
     return lines
-
-
-def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError for an optimizer that cannot be used with loss scaling (LBFGS)."""
-    if needs_closure(optimizer):
-        raise UsageError(
-            f"{type(optimizer).__name__} calls the model itself, several times a step, and so "
-            "cannot be used with loss scaling, which float16 needs. "
-            "Set amp.dtype to float32 or bfloat16, or take another optimizer."
-        )
-
-
-def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether ``step`` must be given a closure that computes the loss, as LBFGS's must."""
-    # Of the class: a scheduler of torch puts a wrapper in place of the instance's step.
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether torch brings the optimizer's class, so that what it keeps is known."""
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
-
-
-def counted_in_groups(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return what an optimizer keeps in its groups beside its arguments: how far it has come."""
-    arguments = parameters_of(type(optimizer))
-    if not arguments or any(each.kind is each.VAR_KEYWORD for each in arguments.values()):
-        return set()
-    return optimizer.defaults.keys() - arguments.keys()
-
-
-def leave_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer step by another kernel than the fused one, which it was built with."""
-    for group in optimizer.param_groups:
-        group["fused"] = False
-    torch_private.step_without_scale(optimizer)
-
-
-def make_skippable(optimizer: torch.optim.Optimizer, at: str = "optimizer") -> None:
-    """Let a fused SGD with momentum survive that its very first step is skipped.
-
-    torch makes its momentum buffers without a value at the first step and leaves it to the kernel
-    to fill them; a kernel that is told to skip does not, and the next step takes what the memory
-    held. Zeros in their place give the same first step. Raises UsageError for ``dampening``, with
-    which they would not; ``at`` is the optimizer's key in the recipe.
-    """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in optimizer.param_groups:
-        if not group["fused"] or not group["momentum"]:
-            continue
-        if group["dampening"]:
-            raise UsageError(
-                f"{at}: a fused SGD with dampening takes its momentum from uninitialised "
-                f"memory if its first step is skipped. Set {at}.fused=false."
-            )
-        for parameter in group["params"]:
-            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def _trainable(model: nn.Module) -> list[_Owned]:

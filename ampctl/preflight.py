@@ -1,10 +1,9 @@
-"""What can be said of a recipe before anything is built: what is refused, and what is ignored."""
+"""What is refused of a recipe before anything is built, and metrics that no task gives."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ampctl.errors import Problem, RecipeError
@@ -12,18 +11,7 @@ from ampctl.recipe.arguments import parameters_of
 from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET, Recipe, block_key, by_name
-from ampctl.recipe.target import TargetError, locate, problems_of
-
-_SCALING = (
-    "init_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "min_scale",
-    "max_scale",
-    "hysteresis",
-    "static",
-)
+from ampctl.recipe.target import is_class, locate, problems_of
 
 
 def refuse_unsupported(loaded: LoadedRecipe) -> None:
@@ -118,60 +106,12 @@ def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
             yield from _numbers(part, child(key, index))
 
 
-def is_class(block: Mapping[str, Any] | None) -> bool:
-    """Return whether a block names a class; not so if it names nothing that is there."""
-    try:
-        return block is not None and isinstance(locate(f"{block[TARGET]}"), type)
-    except TargetError:
-        return False
-
-
 def unknown_metric(
     loaded: LoadedRecipe, key: str, monitor: str, metrics: Iterable[str], advice: str = ""
 ) -> Problem:
     """Say that the metric which ``key`` watches is not among those that the task gives."""
     message = f"no metric is called {monitor!r}; this task gives {', '.join(sorted(metrics))}"
     return Problem(loaded.place(key), key, message, advice)
-
-
-def without_effect(
-    recipe: Recipe, *, dtype: str, scaling: bool, device: str, world_size: int = 1
-) -> list[str]:
-    """Say which settings other than the defaults have no effect in a run in ``dtype``.
-
-    ``device`` is the type of the device: ``cpu``, ``cuda`` and so on.
-    """
-    ignored = {}
-    if world_size == 1:
-        ignored["with one process"] = _changed("distributed", recipe.distributed)
-    elif recipe.distributed.strategy == "ddp":
-        ignored["with ddp"] = _changed("distributed", recipe.distributed, ("blocks",))
-    if device != "cuda":
-        name = "reduced_precision_reduction"
-        ignored[f"on {device}"] = _changed("amp", recipe.amp, (name,))
-    if len(by_name(recipe.optimizer)) == 1:
-        ignored["with one optimizer"] = _changed("amp", recipe.amp, ("all_or_nothing",))
-    if not scaling:
-        reason = f"in {dtype}, which needs no loss scale"
-        ignored[reason] = _changed("amp", recipe.amp, _SCALING)
-    elif recipe.amp.static:
-        moving = [name for name in _SCALING if name not in ("init_scale", "static")]
-        ignored["on a static scale"] = _changed("amp", recipe.amp, moving)
-    if recipe.data.eval is None:
-        ignored["without data.eval"] = [
-            *_changed("data", recipe.data, ("eval_batch_size",)),
-            *_changed("train", recipe.train, ("eval_every_steps",)),
-            *_changed("checkpoint", recipe.checkpoint, ("keep_best", "monitor", "mode")),
-        ]
-    return [f"no effect {reason}: {', '.join(keys)}" for reason, keys in ignored.items() if keys]
-
-
-def _changed(section: str, config: Any, names: Sequence[str] | None = None) -> list[str]:
-    return [
-        f"{section}.{entry.name}"
-        for entry in fields(config)
-        if (names is None or entry.name in names) and getattr(config, entry.name) != entry.default
-    ]
 
 
 def _value(recipe: Recipe, key: str) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ampctl.distributed.shard import is_sharded
 from ampctl.errors import CheckpointError, printable
-from ampctl.optim import is_torchs_own
+from ampctl.optimizers import is_torchs_own
 
 _LARGEST = 1 << 62
 _COUNTS = ("step", "updates", "skipped", "consecutive_skips", "epoch", "batch_in_epoch", "samples")

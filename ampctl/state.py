@@ -20,6 +20,7 @@ from ampctl.errors import CheckpointError
 from ampctl.lacking import lacking_of
 from ampctl.load_state import MisfitError, load_model, load_optimizer, require_fit
 from ampctl.pending import Pending
+from ampctl.plain import nonfinite
 from ampctl.recipe.schema import AmpConfig
 from ampctl.rewind import Rewind
 from ampctl.saved import require_counts, require_scale
@@ -208,6 +209,18 @@ class TrainState:
             "optimizer": one_or_by_name(optimizers),
             "ema": self.ema.state_dict() if self.ema else None,
         }
+
+    def nonfinite(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return the names of non-finite tensors that were not so from the start (masks are).
+
+        ``saved``: the `state_dict`, or its `parts`. Of a sharded state the ranks put together what
+        each finds in its part.
+        """
+        held = {key: saved[key] for key in ("model", "optimizer", "ema")}
+        found = nonfinite(held, by_design=self.nonfinite_by_design)
+        if not self.ranks.shards:
+            return found
+        return list(dict.fromkeys(name for every in self.ranks.gather(found) for name in every))
 
     def load_state_dict(
         self,

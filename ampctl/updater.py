@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ampctl import optim
+from ampctl import optim, optimizers
 from ampctl.distributed.shard import is_sharded
 from ampctl.errors import Problem, RecipeError
 from ampctl.groups import group_values
@@ -28,7 +28,6 @@ from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET, Block, block_key, by_name
 from ampctl.recipe.target import blocks, build, build_inside, locate
-from ampctl.tiny_step import steps_fused
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")  # the kernels of MPS do not look at found_inf
 
@@ -52,7 +51,7 @@ class Updater:
     def __post_init__(self) -> None:
         groups = self.optimizer.param_groups
         self.parameters = [parameter for group in groups for parameter in group["params"]]
-        self.closure = optim.needs_closure(self.optimizer)
+        self.closure = optimizers.needs_closure(self.optimizer)
         sizes = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
         self._largest_group = sizes.index(max(sizes))
 
@@ -65,7 +64,7 @@ class Updater:
     def take_sparse(self) -> None:
         """Step without the fused kernel from now on: it takes no sparse gradient."""
         if self.may_leave_fused:
-            optim.leave_fused(self.optimizer)
+            optimizers.leave_fused(self.optimizer)
 
 
 def key(figure: str, name: str) -> str:
@@ -116,12 +115,12 @@ def _updater(
 ) -> Updater:
     at = block_key("optimizer", name)
     optimizer = _build_optimizer(loaded, at, block, model, part, device)
-    optim.make_skippable(optimizer, at)
+    optimizers.make_skippable(optimizer, at)
     schedules = by_name(loaded.recipe.scheduler)
     chosen = name if name in schedules else ""
     at = block_key("scheduler", chosen)
     schedule = _build_learning_rate(loaded, at, schedules.get(chosen), optimizer, total_steps)
-    chosen_here = not any(kernel in block for kernel in optim.KERNEL_CHOICES)
+    chosen_here = not any(kernel in block for kernel in optimizers.KERNEL_CHOICES)
     return Updater(name, optimizer, schedule, may_leave_fused=chosen_here)
 
 
@@ -156,7 +155,7 @@ def _build_optimizer(
         place = child(child(key, "groups"), at) if at else key
         build({**block, **own}, key=place, origins=loaded.origins, args=[[*part]])
     fusable = device.type in _FUSED_DEVICES and "fused" in options
-    fusable &= not block.get("dampening")  # see optim.make_skippable
+    fusable &= not block.get("dampening")  # see optimizers.make_skippable
     fusable &= all(parameter.is_floating_point() for parameter in part)  # complex is not
     sharded = any(map(is_sharded, part))
     if sharded and block.get("fused") and not _steps_shards(block):
@@ -164,12 +163,12 @@ def _build_optimizer(
         raise RecipeError([loaded.problem(child(key, "fused"), message, "leave it out")])
     if sharded and not _steps_shards(block):
         fusable = False
-    if fusable and not any(name in block for name in optim.KERNEL_CHOICES):
+    if fusable and not any(name in block for name in optimizers.KERNEL_CHOICES):
         # Not every optimizer has a fused kernel for every device; if the fault is another one, the
         # plain form below has it too.
         with suppress(RecipeError):
             fused = _checked_optimizer(loaded, key, {**block, "fused": True}, groups)
-            if steps_fused(fused):
+            if optimizers.steps_fused(fused):
                 return fused
     return _checked_optimizer(loaded, key, block, groups)
 

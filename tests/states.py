@@ -14,7 +14,7 @@ from ampctl.amp.scaler import LossScaler
 from ampctl.buffers import BufferGuard
 from ampctl.ema import WeightAverage
 from ampctl.lr import FunctionSchedule, LearningRate
-from ampctl.optim import make_skippable
+from ampctl.optimizers import make_skippable
 from ampctl.recipe.schema import AmpConfig
 from ampctl.state import StepReport, TrainState
 from ampctl.step import settle, train_step

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ampctl.errors import RecipeError, UsageError
 from ampctl.models import GPT, ConvNet
-from ampctl.optim import describe_groups, needs_closure, parameter_groups, refuse_closure
+from ampctl.optim import describe_groups, parameter_groups
+from ampctl.optimizers import needs_closure, refuse_closure
 
 
 class ScaleNorm(nn.Module):

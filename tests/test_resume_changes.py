@@ -12,8 +12,8 @@ import torch
 
 from ampctl import load_model
 from ampctl.errors import CheckpointError, RecipeError, UsageError
+from ampctl.optimizers import state_names
 from ampctl.recipe.load import load_recipe
-from ampctl.tiny_step import state_names
 from ampctl.track.metrics import read_metrics
 from ampctl.train import worker
 

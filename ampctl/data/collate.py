@@ -13,10 +13,9 @@ from torch.utils.data import default_collate
 
 from ampctl.errors import AmpctlError, RecipeError, UsageError, first_of
 from ampctl.own_code import own_frames
-from ampctl.preflight import is_class
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET
-from ampctl.recipe.target import build, locate
+from ampctl.recipe.target import build, is_class, locate
 
 MOST_SHOWN = 8
 _PLAIN = (Tensor, np.ndarray, np.generic, bool, int, float, str, bytes)

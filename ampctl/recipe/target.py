@@ -163,6 +163,14 @@ def _plan(value: Any, key: str, context: Context, args: Sequence[Any] = ()) -> A
     return check(Call(key, path, function, tuple(args), items, {}), context)
 
 
+def is_class(block: Mapping[str, Any] | None) -> bool:
+    """Return whether a block names a class; False if it names nothing that is there."""
+    try:
+        return block is not None and isinstance(locate(f"{block[TARGET]}"), type)
+    except TargetError:
+        return False
+
+
 def _run(plan: Any, context: Context) -> Any:
     """Make the calls of a plan, inner ones first."""
     if isinstance(plan, list):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,6 @@ from ampctl.doctor.nonfinite import Diagnosis, examine
 from ampctl.errors import UsageError
 from ampctl.losses import unused
 from ampctl.parts import build_model
-from ampctl.plain import nonfinite
 from ampctl.state import TrainState
 
 
@@ -43,19 +41,6 @@ def diagnose(job: Job, window: list[Any], *, step: int) -> Diagnosis:
     if state.ranks.size == 1:
         return found
     return replace(found, facts=(f"on rank {rank}", *found.facts))
-
-
-def nonfinite_names(state: TrainState, saved: Mapping[str, Any]) -> list[str]:
-    """Name the non-finite tensors of a state that were not so from the start (masks are).
-
-    ``saved``: its `state_dict`, or the `parts` of that. Of a sharded state the ranks put together
-    what each finds in its part.
-    """
-    held = {key: saved[key] for key in ("model", "optimizer", "ema")}
-    found = nonfinite(held, by_design=state.nonfinite_by_design)
-    if not state.ranks.shards:
-        return found
-    return list(dict.fromkeys(name for every in state.ranks.gather(found) for name in every))
 
 
 def _gathered(job: Job) -> TrainState | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ampctl.build import Job
+from ampctl.build import Job, build_new
 from ampctl.data.loader import EvalData
 from ampctl.distributed.env import choose_device
 from ampctl.doctor import remedy
@@ -24,6 +24,7 @@ from ampctl.doctor.precision_preflight import preflight
 from ampctl.doctor.replay import Replay, tried, without_scale
 from ampctl.doctor.schedule_length import not_compared, schedule_findings
 from ampctl.errors import MachineError, NumericsError, RecipeError, UsageError, first_of
+from ampctl.ignored import ignored_settings
 from ampctl.modes import parts_in_eval_mode
 from ampctl.preflight import unknown_metric
 from ampctl.recipe.current_folder import open_current_folder
@@ -32,10 +33,7 @@ from ampctl.recipe.schema import DType
 from ampctl.state import StepReport, TrainState
 from ampctl.step import settle, train_step
 from ampctl.track.console import Console
-from ampctl.train import words
-from ampctl.train.across_ranks import nonfinite_names
 from ampctl.train.evaluate import NoItemsError, evaluate
-from ampctl.train.init_from import build
 from ampctl.train.savable import changed_by_a_pass, refuse_unsavable
 from ampctl.updater import Updater
 
@@ -74,7 +72,7 @@ def _check(
     loaded: LoadedRecipe, rehearsed: LoadedRecipe, target: Target | None, why: str = ""
 ) -> Facts:
     """Check a recipe by way of a rehearsal; ``why`` it is in float32, if it was not meant to be."""
-    job = build(rehearsed)
+    job = build_new(rehearsed)
     state = job.state
     try:
         refuse_unsavable(job, begun=False)
@@ -101,7 +99,7 @@ def _check(
     dtype, device_type = (target.dtype, target.device_type) if target else ("", "")
     kept = first_of(parts_in_eval_mode(state.bare))
     unknown = not_compared(job)
-    notes = words.without_effect(job, dtype=dtype, device_type=device_type)
+    notes = ignored_settings(job, dtype=dtype, device_type=device_type)
     ignored = [note.removeprefix("no effect ") for note in notes]
     return {
         "recipe": job.recipe.name,
@@ -192,7 +190,7 @@ def _first_update(
             f"no step was made in {len(reports)} tries{scales if state.scaler.enabled else ''}: "
             f"the gradient was never finite{_diagnosis(job, window, last)}"
         )
-    if bad := nonfinite_names(state, state.parts()):
+    if bad := state.nonfinite(state.parts()):
         raise NumericsError(
             f"the first step leaves values that are not finite: {first_of(bad)}. Lower "
             f"{remedy.rate(state)}, or look at the optimizer's other settings"

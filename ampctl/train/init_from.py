@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ampctl.build import Job, build_job
+from ampctl.build import Job, build_new
 from ampctl.checkpoint.archive import WRONG_END
 from ampctl.checkpoint.contents import is_whole, word
 from ampctl.checkpoint.export import chosen_weights
@@ -21,10 +21,9 @@ from ampctl.checkpoint.foreign import SAFETENSORS, is_safetensors, state_dict_in
 from ampctl.checkpoint.index import log_warning
 from ampctl.checkpoint.store import load
 from ampctl.distributed.ranks import ALONE, Ranks
-from ampctl.errors import RecipeError, UsageError, first_of
+from ampctl.errors import UsageError, first_of
 from ampctl.first_weights import PREFIXES, FirstWeights
 from ampctl.recipe.load import LoadedRecipe
-from ampctl.train.across_ranks import nonfinite_names
 
 _NAME_ANOTHER = (
     f"name a checkpoint, a run folder, a {SAFETENSORS} file, or a state dict that "
@@ -85,17 +84,9 @@ def build(
     """Build the job of a new run, with the weights that it starts from.
 
     Once they are in the model nothing holds on to those that were read. Raises as
-    :func:`ampctl.build.build_job`, and RecipeError for a model with weights that are not finite,
-    but for masks: no training mends them.
+    :func:`ampctl.build.build_new`.
     """
-    job = build_job(loaded, ranks, init_from.read(tell) if init_from else None)
-    weights = {"model": job.state.bare.state_dict(), "optimizer": None, "ema": None}
-    if bad := nonfinite_names(job.state, weights):
-        names = first_of([name.removeprefix("model.") for name in bad])
-        message = f"its weights are not finite from the start: {names}"
-        advice = "look at how the model makes them (torch.empty holds anything), or what it loads"
-        raise RecipeError([loaded.problem("model", message, advice)])
-    return job
+    return build_new(loaded, ranks, init_from.read(tell) if init_from else None)
 
 
 def _is_safetensors(path: Path) -> bool:

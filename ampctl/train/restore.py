@@ -21,12 +21,11 @@ from ampctl.checkpoint.store import Loaded, load
 from ampctl.environment import collect
 from ampctl.errors import CheckpointError, RecipeError, as_argument, first_of
 from ampctl.load_state import MisfitError, in_present_order
-from ampctl.optim import make_skippable
+from ampctl.optimizers import make_skippable
 from ampctl.recipe import current_folder, trust
 from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.schema import Block, Recipe, by_name
 from ampctl.recipe.yaml_source import MAX_BYTES
-from ampctl.train.across_ranks import nonfinite_names
 from ampctl.train.folder import RECIPE
 
 _NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
@@ -136,7 +135,7 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
             changed_schedulers=_changed(saved_recipe.scheduler, job.recipe.scheduler, names),
         )
         job.train_data.load_state_dict(saved_data)
-    if bad := nonfinite_names(job.state, job.state.parts()):
+    if bad := job.state.nonfinite(job.state.parts()):
         reason = f"it holds NaN or infinity in {first_of(bad)}"
         raise UnusableCheckpointError(origin.path, reason, NAME_ANOTHER)
     for updater in job.state.updaters:

@@ -21,7 +21,6 @@ from ampctl.host_memory import HostMemory
 from ampctl.recipe.schema import CheckpointConfig
 from ampctl.track.console import Console
 from ampctl.train import folder
-from ampctl.train.across_ranks import nonfinite_names
 from ampctl.train.restore import Origin
 from ampctl.train.run import Run
 from ampctl.train.savable import refuse_unsavable
@@ -120,7 +119,7 @@ def hand_over(run: Run, saved: Mapping[str, Any], memory: HostMemory | None) -> 
     shards: dict[str, Tensor] | None = {} if state.ranks.shards else None
     if isinstance(run.store, Elsewhere) and shards is None:  # rank 0 writes what all of them hold
         return 0
-    nonfinite = nonfinite_names(state, saved)
+    nonfinite = state.nonfinite(saved)
     payload = plain.snapshot(
         {
             **saved,

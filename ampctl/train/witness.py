@@ -24,7 +24,7 @@ from ampctl.build import Job
 from ampctl.data.loader import TrainData, Window, unwrapped
 from ampctl.data.stream import StreamData
 from ampctl.errors import AmpctlError
-from ampctl.optim import is_torchs_own
+from ampctl.optimizers import is_torchs_own
 from ampctl.recipe.fault import is_users_own_file
 from ampctl.recipe.load import load_recipe
 from ampctl.rng import DrawProbe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from ampctl import commands, preflight
+from ampctl import commands
 from ampctl.build import Job, micro_batch_size
 from ampctl.doctor.nonfinite import Diagnosis
 from ampctl.errors import first_of
@@ -13,27 +13,6 @@ from ampctl.modes import parts_in_eval_mode
 from ampctl.optim import describe_groups
 from ampctl.state import Progress, StepReport
 from ampctl.train.run import Run
-
-
-def without_effect(
-    job: Job, *, dtype: str = "", device_type: str = "", world_size: int = 0
-) -> list[str]:
-    """Say which settings have no effect in a run, on its own device or on another one.
-
-    ``world_size`` 0: how many processes there will be is not known.
-    """
-    state = job.state
-    dtype = dtype or state.precision.name
-    notes = preflight.without_effect(
-        job.recipe,
-        dtype=dtype,
-        scaling="float16" in (dtype, *state.module_dtypes.values()),
-        device=device_type or state.device.type,
-        world_size=world_size,
-    )
-    if job.recipe.amp.upcast and not state.upcast:
-        notes.append("no effect where no trainable parameter is in half precision: amp.upcast")
-    return notes
 
 
 def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:

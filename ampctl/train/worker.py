@@ -36,6 +36,7 @@ from ampctl.errors import (
     UsageError,
 )
 from ampctl.host_memory import HostMemory
+from ampctl.ignored import ignored_settings
 from ampctl.recipe import current_folder, trust
 from ampctl.recipe.fault import memory_told
 from ampctl.recipe.load import LoadedRecipe, recipe_changes
@@ -254,7 +255,7 @@ def _prepare(job: Job, run_dir: Path, origin: Origin | None, console: Console) -
     for finding in (*schedule_findings(job), *preflight(job)):
         if job.state.ranks.is_first:
             console.warn(str(finding))
-    for note in words.without_effect(job, world_size=job.state.ranks.size):
+    for note in ignored_settings(job, world_size=job.state.ranks.size):
         console.note(note)
     if origin is None:
         refuse_lone_sample(job)
