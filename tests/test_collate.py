@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -115,19 +116,19 @@ def test_d2_samples_that_form_no_batch_are_named_with_their_forms(form: str) -> 
 def test_d2_the_indices_are_those_of_the_data_set_in_workers_evaluation_and_streams(
     workers: int,
 ) -> None:
-    order = Order(8, 8, 8, seed=3)
+    settings: Any = {"seed": 0, "num_workers": workers}
     sources: list[Any] = [
-        lambda: next(MapData(Ragged(), order, num_workers=workers).windows(0, 0)),
-        lambda: next(iter(EvalData(Ragged(), 8, seed=0, num_workers=workers, pin_memory=False))),
-        lambda: next(
-            StreamData(
-                RaggedStream(), batch_size=8, micro_batch_size=8, seed=0, num_workers=workers
-            ).windows(0, 0)
-        ),
+        MapData(Ragged(), Order(8, 8, 8, seed=3), num_workers=workers),
+        EvalData(Ragged(), 8, **settings, pin_memory=False),
+        StreamData(RaggedStream(), batch_size=8, micro_batch_size=8, **settings),
     ]
-    for read in sources:
-        with pytest.raises(UsageError, match=r"sample 5 is float32 \[4\]"):
-            read()
+    for source in sources:
+        batches = iter(source) if isinstance(source, EvalData) else source.windows(0, 0)
+        with (
+            closing(source),
+            pytest.raises(UsageError, match=r"sample 5 is float32 \[4\]"),
+        ):
+            next(batches)
 
 
 @pytest.fixture
