@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,13 @@ def test_null_is_the_absence_of_a_value_and_a_section_left_empty_has_its_default
     assert loaded.recipe.distributed.strategy == "ddp"
 
 
+def test_null_clears_what_an_earlier_layer_has_put_into_a_mapping_or_a_list() -> None:
+    given = load(VALID).recipe
+    assert given.amp.modules and given.log.trackers
+    cleared = load(VALID, "amp.modules=null", "log.trackers=null").recipe
+    assert (cleared.amp.modules, cleared.log.trackers) == ({}, ())
+
+
 # Mistakes
 
 
@@ -289,6 +297,30 @@ def test_a_missing_key_says_what_it_is_for_and_shows_a_line() -> None:
 )
 def test_rules_of_blocks_and_of_several_keys(overrides: list[str], key: str) -> None:
     assert only(VALID, *overrides)[1] == key
+
+
+def test_several_blocks_have_names_of_letters_digits_and_underscores() -> None:
+    def named(name: str) -> str:
+        block = "{_target_: torch.optim.SGD, lr: 0.1}"
+        several = f"optimizer: {{'{name}': {block}, rest: {block}}}\n"
+        return re.sub(r"^optimizer: .*\n", several, VALID, flags=re.MULTILINE)
+
+    for good in ("generator", "G_2"):
+        assert good in load(named(good)).recipe.optimizer
+    for bad in ("2nd", "a b", "a-b"):
+        _, key, message = only(named(bad))
+        assert bad in key and f"got the name {bad!r}; allowed: letters, digits and _" in message
+
+
+def test_a_mapping_in_a_list_of_arguments_needs_no_target() -> None:
+    model = "{_target_: ampctl.models.MLP, layers: [{width: 2}, [{width: 3}]]}"
+    layers = load(VALID, f"model={model}").recipe.model["layers"]
+    assert [dict(layers[0]), dict(layers[1][0])] == [{"width": 2}, {"width": 3}]
+
+
+def test_a_value_of_more_than_60_characters_is_told_by_its_first_60() -> None:
+    for count, told in ((60, "x" * 60), (61, "x" * 60 + "...")):
+        assert f"got '{told}' (text)" in only(VALID, f"seed={'x' * count}")[2]
 
 
 def test_a_key_that_is_wrong_by_itself_gives_one_problem() -> None:

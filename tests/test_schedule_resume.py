@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,9 @@ MAKES: dict[str, tuple[Make, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+FUNCTIONS: dict[str, Any] = {"Cosine": Cosine(UPDATES), "none": None}
+
+
 def optimizer(base: float, kind: str = "number") -> Optimizer:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     rates = [torch.tensor(each) if kind == "tensor" else each for each in (base, base / 2)]
@@ -147,8 +151,12 @@ def course(on: Optimizer, schedule: Any, updates: int) -> list[Any]:
 
 
 def saved(on: Optimizer, schedule: Any) -> tuple[Any, Any]:
-    """Return both states as a checkpoint has them."""
-    return plain.snapshot(on.state_dict()), plain.snapshot(schedule.state_dict())
+    """Return both states as they are read from a checkpoint."""
+    file = io.BytesIO()
+    torch.save((plain.snapshot(on.state_dict()), plain.snapshot(schedule.state_dict())), file)
+    file.seek(0)
+    states: tuple[Any, Any] = torch.load(file, weights_only=True)
+    return states
 
 
 def loaded(on: Optimizer, schedule: Any, states: tuple[Any, Any], **how: Any) -> None:
@@ -200,15 +208,15 @@ def test_b1_b2_b3_a_changed_schedule_is_where_it_would_be_by_hand(
 
 
 @given(
-    name=st.sampled_from([*MAKES]),
-    other=st.sampled_from([*MAKES, "Cosine"]),
+    name=st.sampled_from([*MAKES, *FUNCTIONS]),
+    other=st.sampled_from([*MAKES, *FUNCTIONS]),
     stop=st.integers(0, UPDATES - 1),
 )
 def test_any_schedule_takes_over_from_any_other(name: str, other: str, stop: int) -> None:
     def start(name: str) -> tuple[Optimizer, Any]:
-        if name == "Cosine":
+        if name in FUNCTIONS:
             on = optimizer(0.1)
-            return on, FunctionSchedule(on, Cosine(UPDATES))
+            return on, FunctionSchedule(on, FUNCTIONS[name])
         return built(MAKES[name][0], 0.1, MAKES[name][1])
 
     on, schedule = start(name)
@@ -218,6 +226,38 @@ def test_any_schedule_takes_over_from_any_other(name: str, other: str, stop: int
     on, schedule = start(other)
     loaded(on, schedule, states, updates=stop, new_plan=name != other)
     assert course(on, schedule, UPDATES - stop) == by_hand[stop:]
+
+
+def test_a_schedule_that_is_taken_out_leaves_the_rates_of_the_optimizer() -> None:
+    on = optimizer(0.1)
+    schedule = FunctionSchedule(on, Cosine(UPDATES))
+    course(on, schedule, 9)
+    states = saved(on, schedule)
+    on = optimizer(0.1)
+    loaded(on, FunctionSchedule(on, None), states, updates=9, new_plan=True)
+    assert [group["lr"] for group in on.param_groups] == [0.1, 0.05]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rates_of_another_number_of_groups_are_not_taken(count: int) -> None:
+    on = optimizer(0.1)
+    states = saved(on, FunctionSchedule(on, Cosine(UPDATES)))
+    states[1]["base_lrs"] = [0.7] * count
+    by_hand = course(on, FunctionSchedule(on, Cosine(UPDATES)), UPDATES)
+    on = optimizer(0.1)
+    schedule = FunctionSchedule(on, Cosine(UPDATES))
+    loaded(on, schedule, states, updates=0)
+    assert course(on, schedule, UPDATES) == by_hand
+
+
+def test_what_a_scheduler_writes_is_found_at_its_first_update_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rates may be tensors on a GPU, and comparing them waits for it."""
+    on, schedule = built(lr.StepLR, 0.1, {"step_size": 3}, "tensor")
+    course(on, schedule, 1)
+    monkeypatch.setattr("ampctl.lr.differing", lambda *_: pytest.fail("rates were compared"))
+    course(on, schedule, UPDATES)
 
 
 def test_a_changed_run_length_alone_is_a_changed_plan() -> None:
