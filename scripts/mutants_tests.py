@@ -17,6 +17,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "order": ("test_data_loading.py", "test_attacks.py"),
     "store": (
         "test_checkpoint_store.py test_asynchronous_save.py",
+        "test_live_run.py::test_what_a_run_gives_up_while_it_is_read_is_no_damage "
         "test_checkpoint_file.py test_run_files.py",
     ),
     "index": ("test_checkpoint_store.py", "test_checkpoint_file.py test_run_files.py"),
@@ -50,4 +51,5 @@ TOO_LONG = (
     "test_recipe_load.py::test_a_stored_recipe_that_attacks_is_literal_or_refused",
     "test_wrong_content.py::test_anything_wrong_anywhere_is_told_or_changes_nothing",
 )
-"""Tests of those files that take seconds and see little that the others do not."""
+"""Tests of those files, or what the names of several begin with, that take seconds and see little
+that the others do not."""

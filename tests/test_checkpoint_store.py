@@ -595,6 +595,8 @@ def test_a_fault_of_the_disk_has_words_of_its_own(tmp_path, monkeypatch, number,
         patched.setattr(os, "fsync", fail)
         with pytest.raises(MachineError, match=words):
             saver.save(payload(200), step=200, metrics={})
+        with pytest.raises(MachineError):
+            saver.tidy(*read_index(tmp_path))
     assert load(tmp_path, notify=silent).payload["progress"]["step"] == 100
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
@@ -608,6 +610,52 @@ def test_a_folder_of_checkpoints_that_someone_removed_is_made_anew(tmp_path):
     shutil.rmtree(tmp_path)
     with pytest.raises(MachineError, match="its folder is gone"):
         saver.save(payload(300), step=300, metrics={})
+
+
+def test_a_folder_that_cannot_be_made_is_told_as_a_fault_of_the_disk(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(MachineError, match="checkpoints"):
+        store(tmp_path / "run")
+
+
+def test_a_save_that_fails_where_its_folder_is_there_is_not_tried_again(tmp_path, monkeypatch):
+    saver, tries = store(tmp_path), []
+
+    def failing(path: Path, state: Any) -> file.Written:
+        tries.append(path)
+        raise MachineError("the disk is full")
+
+    monkeypatch.setattr(file, "write", failing)
+    with pytest.raises(MachineError, match="full"):
+        saver.save(payload(200), step=200, metrics={})
+    assert len(tries) == 1
+
+
+def test_a_step_that_is_saved_anew_has_one_row_in_the_index(tmp_path):
+    folder = run_of(tmp_path, [100, 200, 200])
+    rows = json.loads((folder / "index.json").read_text())
+    assert [row["step"] for row in rows] == [100, 200]
+
+
+def test_a_run_that_is_never_still_is_told_after_some_tries(tmp_path, monkeypatch):
+    saver = store(tmp_path, keep_last=1, keep_best=0)
+    read, steps = parts.read, itertools.count(100)
+
+    def save() -> None:
+        step = next(steps)
+        assert step < 200, "it is looked for without end"
+        saver.save(payload(step), step=step, metrics={})
+
+    save()
+    save()  # the first of a run is read back
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        save()
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(parts, "read", late)
+    with pytest.raises(CheckpointError, match="can be used"):
+        load(tmp_path, notify=silent)
 
 
 def test_a_folder_that_is_removed_while_a_file_is_written_is_made_anew(tmp_path, monkeypatch):
