@@ -181,7 +181,8 @@ def test_null_is_the_absence_of_a_value_and_a_section_left_empty_has_its_default
 
 def test_null_clears_what_an_earlier_layer_has_put_into_a_mapping_or_a_list() -> None:
     given = load(VALID).recipe
-    assert given.amp.modules and given.log.trackers
+    assert given.amp.modules
+    assert given.log.trackers
     cleared = load(VALID, "amp.modules=null", "log.trackers=null").recipe
     assert (cleared.amp.modules, cleared.log.trackers) == ({}, ())
 
@@ -309,7 +310,8 @@ def test_several_blocks_have_names_of_letters_digits_and_underscores() -> None:
         assert good in load(named(good)).recipe.optimizer
     for bad in ("2nd", "a b", "a-b"):
         _, key, message = only(named(bad))
-        assert bad in key and f"got the name {bad!r}; allowed: letters, digits and _" in message
+        assert bad in key
+        assert f"got the name {bad!r}; allowed: letters, digits and _" in message
 
 
 def test_a_mapping_in_a_list_of_arguments_needs_no_target() -> None:
