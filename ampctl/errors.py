@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 def first_of(names: Sequence[str], limit: int = 5) -> str:
@@ -73,6 +74,10 @@ class RecipeError(UsageError):
         count = len(self.problems)
         head = "" if count == 1 else f"{count} problems in the recipe\n"
         super().__init__(head + "\n".join(f"{problem}" for problem in self.problems))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle makes the same error of, in another process say."""
+        return type(self), (self.problems,), self.__dict__
 
 
 class NumericsError(AmpctlError):

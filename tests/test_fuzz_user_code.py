@@ -112,8 +112,7 @@ def every_case() -> Iterator[Case]:
                     continue
                 if point == "__iter__" and since == EVALUATION:
                     continue  # an evaluation has a length
-                # A data worker that ends is told by its exit code: test_kill_and_signals.
-                for workers in (0, 2) if point in OF_DATA and fault != "exit" else (0,):
+                for workers in (0, 2) if point in OF_DATA else (0,):
                     yield Case(point, fault, since, workers)
 
 

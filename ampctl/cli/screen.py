@@ -12,7 +12,7 @@ import typer
 
 from ampctl.distributed import failure, member
 from ampctl.errors import AmpctlError, InterruptedRunError, MachineError, in_full
-from ampctl.own_code import as_text
+from ampctl.own_code import as_exception, as_text
 from ampctl.recipe.fault import memory_told
 from ampctl.track.console import silence
 
@@ -61,8 +61,7 @@ def _no_sys_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        ended = RuntimeError(f"sys.exit({error.code!r}) was called in the midst of it")
-        raise ended.with_traceback(error.__traceback__) from None
+        raise as_exception(error) from None
 
 
 def show(facts: Any, lines: list[str], as_json: bool) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from ampctl.errors import AmpctlError, RecipeError, UsageError, first_of
 from ampctl.own_code import own_frames
+from ampctl.recipe.fault import failure
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET
 from ampctl.recipe.target import build, is_class, locate
@@ -23,6 +24,11 @@ _PLAIN = (Tensor, np.ndarray, np.generic, bool, int, float, str, bytes)
 Function = Callable[[list[Any]], Any]
 
 _KEY = "data.collate_fn"
+_IMAGE = (
+    "    A PIL image becomes a tensor by a transform of the data set: "
+    "{_target_: torchvision.transforms.ToTensor}, or torchvision.transforms.v2.ToImage and "
+    "ToDtype with scale: true\n"
+)
 
 
 def build_collate_fn(loaded: LoadedRecipe) -> Function | None:
@@ -85,9 +91,13 @@ class Collate:
                 ) from error
             found = difference(samples, numbers)
             if not found:
-                raise
+                if own_frames(error):
+                    raise
+                doing = f"making a batch of samples {listed(numbers)} failed"
+                raise failure(error, doing, "", self.key) from error
+            image = _IMAGE if "PIL." in found else ""
             raise UsageError(
-                f"{self.key}: samples of {self._kind} cannot form a batch: {found}\n"
+                f"{self.key}: samples of {self._kind} cannot form a batch: {found}\n{image}"
                 "    Let the data set give samples of one form, of tensors, NumPy arrays, numbers "
                 "and texts; or set data.collate_fn to a function of your own that makes a batch of "
                 'a list of samples: "data.collate_fn={_target_: my_data.collate}"'

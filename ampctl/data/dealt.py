@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 
 from ampctl import rng
-from ampctl.data.workers import Raised
+from ampctl.data.faults import FAULTS, raise_told
+from ampctl.data.workers import Raised, require_sendable
 from ampctl.errors import UsageError, first_of
 
 _WAYS = (
@@ -101,6 +102,12 @@ class Dealt(IterableDataset[Any]):
         object.__setattr__(info, "dataset", self.dataset)
         asked = _listening(info)
         rng.seed_host(self.seed)
+        try:
+            yield from self._part(worker, num_workers, asked)
+        except Exception as error:
+            yield Raised.of(error, f"data worker {worker}")
+
+    def _part(self, worker: int, num_workers: int, asked: set[str]) -> Iterator[Any]:
         place, split = 0, False
         try:
             for number, part in enumerate(_parts(self.dataset)):
@@ -119,10 +126,10 @@ class Dealt(IterableDataset[Any]):
                     if num_workers > 1:
                         _require_nothing_late(asked - said)
                     if split or place % num_workers == worker:
-                        yield sample
+                        yield require_sendable(sample, "data.train")
                     place += not split
-        except Exception as error:
-            yield Raised.of(error, f"data worker {worker}, iterating over data.train")
+        except FAULTS as error:
+            raise_told(error, "a sample", "data.train")
 
 
 class Openings:

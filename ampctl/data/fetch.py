@@ -13,9 +13,10 @@ from torch.utils.data import TensorDataset, get_worker_info
 
 from ampctl import rng
 from ampctl.data.collate import Collate, Function, listed
+from ampctl.data.faults import FAULTS, raise_told
 from ampctl.data.order import Request
-from ampctl.data.workers import Raised
-from ampctl.errors import AmpctlError, UsageError
+from ampctl.data.workers import Raised, require_sendable
+from ampctl.errors import UsageError
 
 _SAMPLE_STREAM = 2
 
@@ -79,9 +80,8 @@ class Fetcher:
             return self._collate(self._samples(request, seeded=False), indices)
         try:
             samples = self._getitems(indices)
-        except Exception as error:
-            self._note(error, f"samples {listed(indices)}")
-            raise
+        except FAULTS as error:
+            raise_told(error, self._failing(indices), self.key)
         self._makes_batches = not isinstance(samples, list)
         if samples is None:
             kind = type(self.dataset).__name__
@@ -107,14 +107,20 @@ class Fetcher:
                 if seeded:
                     rng.seed_host(rng.mix(self.seed, _SAMPLE_STREAM, request.epoch, place))
                 samples.append(self.dataset[index])
-        except Exception as error:
-            self._note(error, f"sample {index}")
-            raise
+        except FAULTS as error:
+            raise_told(error, f"sample {index}", self.key)
         return samples
 
-    def _note(self, error: Exception, what: str) -> None:
-        if not isinstance(error, AmpctlError):
-            error.add_note(f"reading {what} of {self.key}")
+    def _failing(self, indices: list[int]) -> str:
+        """Return which of the samples cannot be read alone either; all, where each can."""
+        assert self._getitems is not None, "it has just failed"
+        with rng.preserved():
+            for index in indices:
+                try:
+                    self._getitems([index])
+                except FAULTS:
+                    return f"sample {index}"
+        return f"samples {listed(indices)}"
 
 
 class InWorkers:
@@ -126,7 +132,7 @@ class InWorkers:
     def __getitem__(self, request: Request) -> Any:
         """Return the batch of a request, or what was raised over it."""
         try:
-            return self._fetcher[request]
+            return require_sendable(self._fetcher[request], self._fetcher.key)
         except Exception as error:
             info = get_worker_info()
             return Raised.of(error, f"data worker {info.id if info else 0}")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ampctl import torch_private
-from ampctl.data.collate import Function
+from ampctl import rng, torch_private
+from ampctl.data.collate import Function, difference
 from ampctl.data.fetch import Fetcher, InWorkers, identity
 from ampctl.data.order import Order, Request
 from ampctl.data.workers import (
@@ -27,8 +27,6 @@ from ampctl.data.workers import (
     start_workers,
 )
 from ampctl.distributed.ranks import ALONE, Ranks
-from ampctl.errors import AmpctlError, first_of
-from ampctl.recipe.fault import failure, users_lines
 from ampctl.rng import DrawProbe
 
 INDICES_SHOWN = 64
@@ -108,6 +106,7 @@ class MapData:
         self.order = order
         self._in_order = (collate_fn or getattr(dataset, "collate_fn", None)) is None
         fetcher = Fetcher(dataset, order.seed, collate_fn)
+        self._fetcher = fetcher
         self._reader = _Reader(fetcher, num_workers=num_workers, pin_memory=pin_memory)
 
     @property
@@ -129,7 +128,7 @@ class MapData:
                 asked.append(window)
                 yield window
 
-        batches = self._reader.read(chain.from_iterable(requests()), "data.train")
+        batches = self._reader.read(chain.from_iterable(requests()))
         for step in range(first_step, self.order.steps_per_epoch):
             first = next(batches)
             parts = asked.popleft()
@@ -141,7 +140,16 @@ class MapData:
     def alone(self) -> Any:
         """Return a micro-batch of one sample, read in this process."""
         request = Request(0, 0, self.order.permutation(0)[:1])
-        return self._reader.read_here(request, "data.train")
+        return self._fetcher[request]
+
+    def difference(self, window: Window) -> str:
+        """Return in words where a step's samples, read anew, first differ in form; "" if nowhere.
+
+        torch makes a batch of some that do: of float32 and float64, say.
+        """
+        indices = [index for part in window.samples for index in torch.as_tensor(part).tolist()]
+        with rng.preserved():
+            return difference([self.dataset[index] for index in indices], indices)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the length: the order follows from it, the seed and the progress."""
@@ -189,7 +197,7 @@ class EvalData:
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches, on the host; random augmentation draws the same each time."""
         windows = self._order.windows(epoch=0)
-        return self._reader.read(chain.from_iterable(windows), "data.eval")
+        return self._reader.read(chain.from_iterable(windows))
 
     def close(self) -> None:
         """End worker processes."""
@@ -220,10 +228,10 @@ class _Reader:
                 generator=torch.Generator(),
             )
 
-    def read(self, requests: Iterator[Request], key: str) -> Iterator[Any]:
+    def read(self, requests: Iterator[Request]) -> Iterator[Any]:
         if self._loader is None:
             for request in requests:
-                batch = self.read_here(request, key)
+                batch = self._fetcher[request]
                 batch = torch_private.pin_memory(batch) if self._pin_memory else batch
                 yield Borrowed(batch) if request.borrowed else batch
             return
@@ -250,16 +258,6 @@ class _Reader:
             received += 1
             self._fetcher.pass_over()
             yield Borrowed(batch) if request.borrowed else batch
-
-    def read_here(self, request: Request, key: str) -> Any:
-        """Read a batch; what is raised in nobody's own code is a mistake in the data's block."""
-        try:
-            return self._fetcher[request]
-        except Exception as error:
-            if isinstance(error, AmpctlError) or users_lines(error):
-                raise
-            numbers = first_of([f"{index}" for index in request.indices.tolist()])
-            raise failure(error, f"reading the samples {numbers} failed", "", key) from error
 
     def close(self) -> None:
         if self._loader is not None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ampctl import rng
 from ampctl.data.collate import Collate, Function
 from ampctl.data.dealt import Dealt, Fingerprint, Opening, Openings
+from ampctl.data.faults import FAULTS, raise_told
 from ampctl.data.fetch import identity
 from ampctl.data.loader import Borrowed, Window
 from ampctl.data.order import deal
@@ -155,7 +156,12 @@ class StreamData:
 
     def _next(self, samples: Iterator[Any]) -> Any:
         if not self._num_workers:
-            return next(samples)
+            try:
+                return next(samples)
+            except StopIteration:
+                raise
+            except FAULTS as error:
+                raise_told(error, "a sample", "data.train")
         while True:
             sample = next_batch(samples, lambda *_: "its part of the stream")
             if not isinstance(sample, Opening):
@@ -164,7 +170,10 @@ class StreamData:
 
     def _open(self, epoch: int) -> Iterator[Any]:
         if not self._num_workers:
-            return iter(self.dataset)
+            try:
+                return iter(self.dataset)
+            except FAULTS as error:
+                raise_told(error, "a sample", "data.train")
         seed = rng.mix(self._seed, _STREAM, epoch)
         loader = DataLoader(
             Dealt(self.dataset, seed),

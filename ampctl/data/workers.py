@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ampctl import torch_private
 from ampctl.distributed.member import STOPPING
 from ampctl.environment import usable_cores
 from ampctl.errors import AmpctlError, UsageError
-from ampctl.own_code import InWorker, as_text, carried
+from ampctl.own_code import InWorker, carried, frames_as_text
 
 _MOST_PER_CORE, _ALWAYS_ALLOWED = 16, 64
 
@@ -37,11 +39,46 @@ class Raised:
     @classmethod
     def of(cls, error: Exception, doing: str) -> Raised:
         """Take an error that was raised while doing something, which a note then says."""
-        text = as_text(error)
+        text = frames_as_text(error)
         error = carried(error)
         if not isinstance(error, AmpctlError):
             error.add_note(f"in {doing}")
         return cls(error, text)
+
+
+def require_sendable(batch: Any, key: str) -> Any:
+    """Return a batch, or raise UsageError if it holds what no worker can send.
+
+    The thread that sends it would drop it, and the training process wait for it for ever.
+    """
+    for value in _leaves(batch):
+        if isinstance(value, Tensor):
+            if value.requires_grad and not value.is_leaf:
+                why = "a tensor that gradients flow through: detach() it, or use torch.no_grad()"
+                break
+        elif not isinstance(value, str | bytes | int | float | None):
+            try:
+                ForkingPickler.dumps(value)
+            except Exception as error:  # its class is somebody's own: anything can go wrong
+                why = f"a {type(value).__name__} that cannot be pickled: {error}"
+                break
+    else:
+        return batch
+    raise UsageError(
+        f"{key}: a data worker cannot send its batch, which holds {why}\n"
+        "    Let the data set give tensors, NumPy arrays, numbers and texts, or set "
+        "data.num_workers=0"
+    )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if type(value) is dict:
+        value = [*value.keys(), *value.values()]
+    if type(value) in (list, tuple):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def require_reasonable(num_workers: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ampctl.data.faults import FAULTS
+from ampctl.data.loader import MapData, TrainData, Window
 from ampctl.data.move import tensors
 from ampctl.distributed.failure import comes_of_others
 from ampctl.doctor import half_precision, torch_errors
@@ -34,14 +37,16 @@ def in_words(
     *,
     doing: str,
     state: TrainState | None = None,
+    data: TrainData | None = None,
 ) -> AmpctlError | None:
     """Return an error in words, or None if it is to be raised as it is.
 
     As it is: an error that is in words, one that another rank causes, and a fault of ampctl or of
     the user's own code (a file of theirs is among its frames) whose meaning is not known here: its
     author needs the traceback, below which a note says what was going on. ``doing`` says that
-    (``step 12``), ``batches`` what it was about; with ``state`` a cure is tried on them. The
-    traceback of an error that is put into words goes to the run's log file.
+    (``step 12``), ``batches`` what it was about; with ``state`` a cure is tried on them,
+    with ``data`` a sample that differs from the others is looked for. The traceback of an error
+    that is put into words goes to the run's log file.
     """
     if isinstance(error, AmpctlError) or comes_of_others(error):
         return None
@@ -60,7 +65,7 @@ def in_words(
         known = half_precision.explained(error, steps, state, batches)
         kind = half_precision.HalfPrecisionError
     if known is None and (own_frames(error) or not _in_a_part(error, frames)):
-        error.add_note(f"in {doing}")
+        error.add_note(f"in {doing}{_odd_sample(batches, data)}")
         return None
     _to_log(error, doing)
     if known is not None:
@@ -71,9 +76,19 @@ def in_words(
     shapes = "; ".join(_shapes(batch) for batch in batches[:1]) or "none"
     return UsageError(
         f"{doing} failed in {_place(steps, model)}: {type(error).__name__}: {error}\n"
-        f"    The batch is {shapes}. Parts of the recipe do not fit each other: compare model, "
-        "task, data and optimizer."
+        f"    The batch is {shapes}{_odd_sample(batches, data)}. Parts of the recipe do not fit "
+        "each other: compare model, task, data and optimizer."
     )
+
+
+def _odd_sample(batches: Sequence[Any], data: TrainData | None) -> str:
+    """Say which samples of a step are of another form than the others, if they can be read anew."""
+    if not isinstance(data, MapData) or not isinstance(batches, Window):
+        return ""
+    with suppress(*FAULTS):
+        if found := data.difference(batches):
+            return f"; of data.train, {found}"
+    return ""
 
 
 def _to_log(error: Exception, doing: str) -> None:

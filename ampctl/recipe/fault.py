@@ -108,12 +108,20 @@ def memory_told() -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        lines = "\n    ".join(users_lines(error))
-        raise MachineError(
-            f"out of memory: {_one(error)}\n"
-            + (f"    {lines}\n" if lines else "")
-            + "    Make model, samples or data.micro_batch_size smaller, or take another machine"
-        ) from error
+        raise out_of_memory(error) from error
+
+
+def out_of_memory(error: BaseException) -> MachineError:
+    """Return an allocation that has failed in words, with the user's own lines."""
+    return MachineError(
+        "\n    ".join(
+            [
+                f"out of memory: {_one(error)}",
+                *users_lines(error),
+                "Make model, samples or data.micro_batch_size smaller, or take another machine",
+            ]
+        )
+    )
 
 
 def _one(error: BaseException) -> str:

@@ -206,7 +206,14 @@ def _step(job: Job, window: list[Any]) -> StepReport:
         told = (
             changed_by_a_pass(job)
             or moved_too_early(error, job.state)
-            or in_words(error, job.state.bare, window, doing="the first step", state=job.state)
+            or in_words(
+                error,
+                job.state.bare,
+                window,
+                doing="the first step",
+                state=job.state,
+                data=job.train_data,
+            )
         )
         if told is None:
             raise

@@ -78,7 +78,9 @@ def _epoch(run: Run) -> None:
                 changed_by_a_pass(job)
                 or moved_too_early(error, state)
                 or unused_later(error, state)
-                or in_words(error, state.bare, window, doing=doing, state=state)
+                or in_words(
+                    error, state.bare, window, doing=doing, state=state, data=job.train_data
+                )
             )
             if told is None:
                 raise
