@@ -288,11 +288,10 @@ def test_one_bad_element_in_any_kind_of_gradient_is_found(enabled: bool, value: 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_an_empty_gradient_is_no_fault(dtype: torch.dtype, enabled: bool) -> None:
     scaler = make(AmpConfig(), enabled=enabled)
-    empty = torch.zeros(0, dtype=dtype)
-    assert scaler.unscale_([[empty]]).item() == 0
-    bad = torch.tensor([math.nan], dtype=dtype)
-    assert scaler.unscale_([[empty, bad]]).item() == 1
-    assert scaler.unscale_([[empty], [bad.double()]]).item() == 1
+    empty, bad = (torch.nn.Parameter(torch.ones(size, dtype=dtype)) for size in (0, 1))
+    empty.grad, bad.grad = torch.zeros_like(empty), torch.full_like(bad, math.nan)
+    assert scaler.unscale_(gradients.gather([empty])).item() == 0
+    assert scaler.unscale_(gradients.gather([empty, bad])).item() == 1
 
 
 def test_bfloat16_is_checked_without_the_kernel_that_cuda_has_not_for_it() -> None:

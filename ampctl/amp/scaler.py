@@ -19,7 +19,7 @@ from ampctl.recipe.schema import AmpConfig
 _LARGEST_SEED = 2.0**15  # the largest power of two in float16
 
 Gradients = Sequence[Sequence[Tensor]]
-"""Gradients in lists of one device and dtype each."""
+"""Gradients in lists of one device and dtype each, none without elements: see ``gradients``."""
 
 
 class LossScaler:
@@ -64,13 +64,10 @@ class LossScaler:
             if group[0].dtype is torch.bfloat16:
                 # The fused check has no bfloat16 kernel on CUDA. A largest absolute value is
                 # finite exactly if all values are, and cannot overflow.
-                filled = [gradient for gradient in group if gradient.numel()]
-                if not filled:
-                    continue
-                largest = torch.stack(torch_private.foreach_norm(filled, float("inf")))
+                largest = torch.stack(torch_private.foreach_norm(list(group), float("inf")))
                 found_inf.add_(largest.isfinite().all().logical_not()).clamp_(max=1.0)
                 if self.enabled:
-                    torch_private.foreach_mul_(filled, inverse)
+                    torch_private.foreach_mul_(list(group), inverse)
             else:
                 torch_private.check_and_unscale_(list(group), found_inf, inverse)
         return found_inf
