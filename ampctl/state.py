@@ -281,8 +281,9 @@ class TrainState:
             notify("saved on another kind of device: random numbers on this one start anew")
         if len(saved["rng"]) != self.ranks.size:
             notify(
-                f"saved on {len(saved['rng'])} ranks and resumed on {self.ranks.size}: the samples "
-                "of each step stay the same, random numbers of the training do not"
+                f"the checkpoint holds the generators of {len(saved['rng'])} ranks, and the run is "
+                f"resumed on {self.ranks.size}: the samples of each step stay the same, random "
+                "numbers of the training do not"
             )
         if self.ranks.rank < len(saved["rng"]):
             rng.set_state(saved["rng"][self.ranks.rank], self.device)

@@ -201,7 +201,7 @@ class RunLog:
                 "checkpoint",
                 saved.step,
                 path=str(path),
-                seconds=self._stalls.pop(saved.step, 0.0),
+                seconds=self._stalls.pop(saved.step, None),
                 bytes=saved.size,
             )
             if saved.gone:
