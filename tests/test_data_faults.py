@@ -178,8 +178,10 @@ def test_d1_an_index_out_of_range_is_told_in_words_by_workers_too() -> None:
     assert told[0] == told[1] == told[2]
     assert told[0][:2] == (RecipeError, 2)
     assert told[0][-1].startswith("data.train: reading sample 2 failed: IndexError: ")
+    data = EvalData(dataset, 4, seed=0, num_workers=1, pin_memory=False)
     with pytest.raises(UsageError, match=r"data\.eval: reading sample 2 failed"):
-        list(EvalData(dataset, 4, seed=0, num_workers=1, pin_memory=False))
+        list(data)
+    data.close()
 
 
 def test_d1_a_recipes_problems_survive_another_process() -> None:

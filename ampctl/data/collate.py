@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from ampctl.data.faults import FAULTS
 from ampctl.errors import AmpctlError, RecipeError, UsageError, first_of
-from ampctl.own_code import own_frames
+from ampctl.own_code import as_exception, own_frames
 from ampctl.recipe.fault import failure
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET
@@ -77,14 +78,15 @@ class Collate:
         """
         try:
             batch = self._function(samples)
-        except Exception as error:
+        except FAULTS as fault:
+            error = as_exception(fault)
             if isinstance(error, AmpctlError):
                 raise
             if self._name:
                 what = f"of samples {listed(numbers)} of {self.key}"
                 if own_frames(error):
                     error.add_note(f"in {self._name}, {what}")
-                    raise
+                    raise error from error.__cause__
                 raise UsageError(
                     f"{self._name}: no batch {what}: {type(error).__name__}: {error}\n"
                     "    It is called with the list of samples, and returns the batch."
@@ -92,7 +94,7 @@ class Collate:
             found = difference(samples, numbers)
             if not found:
                 if own_frames(error):
-                    raise
+                    raise error from error.__cause__
                 doing = f"making a batch of samples {listed(numbers)} failed"
                 raise failure(error, doing, "", self.key) from error
             image = _IMAGE if "PIL." in found else ""
