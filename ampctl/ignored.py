@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from ampctl.build import Job
+from ampctl.doctor.set_by_schedule import set_by_schedule
 from ampctl.recipe.schema import Recipe, by_name
 
 _SCALING = (
@@ -39,6 +40,7 @@ def ignored_settings(
     )
     if job.recipe.amp.upcast and not state.upcast:
         notes.append("no effect where no trainable parameter is in half precision: amp.upcast")
+    notes += [f"no effect where {why}: {key}" for key, why in set_by_schedule(job).items()]
     return notes
 
 

@@ -93,9 +93,9 @@ class Untouched:
 
     @contextmanager
     def _weights(self) -> Iterator[None]:
-        before = _figures(self._parameters)
+        before = figures(self._parameters)
         yield
-        after = _figures(self._parameters)
+        after = figures(self._parameters)
         same = (after == before) | (after.isnan() & before.isnan())
         # Counted from the end, so that 0 is none and the largest is the first.
         places = torch.arange(len(same), 0, -1, device=same.device)
@@ -112,7 +112,7 @@ class Untouched:
 
 
 @torch.no_grad()
-def _figures(parameters: Sequence[nn.Parameter]) -> Tensor:
+def figures(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return the sum and the norm of each parameter, which hardly any change leaves as they are."""
     device = parameters[0].device
     dtype = torch.float64 if has_float64(device) else torch.float32

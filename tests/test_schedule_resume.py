@@ -380,9 +380,11 @@ def train(*overrides: str, run_dir: str = "a") -> None:
     worker.train(loaded, run_dir=Path(run_dir), resume=False, quiet=True)
 
 
-def resume(step: int, *overrides: str, source: str = "a", run_dir: str = "b") -> None:
+def resume(
+    step: int, *overrides: str, source: str = "a", run_dir: str = "b", quiet: bool = True
+) -> None:
     path = Path(f"{source}/checkpoints/step-{step:08d}.pt")
-    worker.resume(path, overrides, run_dir=Path(run_dir), trusted=False, quiet=True)
+    worker.resume(path, overrides, run_dir=Path(run_dir), trusted=False, quiet=quiet)
 
 
 def rates(run_dir: str = "b") -> list[float]:
@@ -506,6 +508,55 @@ def test_b4_rates_of_any_kind_resume_exactly(optimizer: str, scheduler: str, rec
     assert_same(*ends)
     resume(7, "optimizer.weight_decay=0.0", "optimizer.lr=0.02", run_dir="c")
     assert rates("c") == pytest.approx([2 * rate for rate in rates("a")[7:]])
+
+
+ADAM = "optimizer={_target_: torch.optim.AdamW, lr: 0.01, betas: [0.9, 0.99]}"
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "changes", "told"),
+    [
+        ("OneCycleLR, max_lr: 0.1", ["optimizer.lr=0.3"], "0.3 (no effect: OneCycleLR sets it, "),
+        ("OneCycleLR, max_lr: 0.1", ["optimizer.momentum=0.5"], "scheduler.max_momentum)"),
+        (
+            "CyclicLR, base_lr: 0.1, max_lr: 0.2, cycle_momentum: false",
+            ["optimizer.lr=0.3"],
+            "0.3 (no effect: CyclicLR sets it, from scheduler.base_lr, scheduler.max_lr)",
+        ),
+        (
+            "OneCycleLR, max_lr: 0.1",
+            [ADAM, "optimizer.betas=[0.8,0.99]"],
+            "betas[0] 0.9 -> 0.8 (no effect: OneCycleLR sets it, from its own arguments",
+        ),
+    ],
+)
+def test_b3_a_changed_setting_that_the_schedule_sets_is_told_to_have_no_effect(
+    scheduler: str, changes: list[str], told: str, recipe: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = f"scheduler={{_target_: torch.optim.lr_scheduler.{scheduler}}}"
+    train(plan, *changes[:-1])
+    resume(7, *changes[-1:], quiet=False)
+    assert rates() == rates("a")[7:]
+    assert told in " ".join("".join(capsys.readouterr()).split())
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "change"),
+    [
+        ("OneCycleLR, max_lr: 0.1", "optimizer.weight_decay=0.1"),
+        ("CyclicLR, base_lr: 0.1, max_lr: 0.2, cycle_momentum: false", "optimizer.momentum=0.5"),
+        ("ConstantLR", "optimizer.lr=0.3"),
+    ],
+)
+def test_b3_a_changed_setting_that_the_schedule_leaves_is_told_as_changed(
+    scheduler: str, change: str, recipe: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(f"scheduler={{_target_: torch.optim.lr_scheduler.{scheduler}}}")
+    capsys.readouterr()
+    resume(7, change, quiet=False)
+    told = " ".join("".join(capsys.readouterr()).split())
+    assert f"changed since the checkpoint: {change.partition('=')[0]} " in told
+    assert "(no effect" not in told
 
 
 @pytest.mark.parametrize("scheduler", ["null", SEQUENCE], ids=["none", "torch"])

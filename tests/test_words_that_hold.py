@@ -172,6 +172,33 @@ def test_d17_a_first_step_that_spoils_the_weights_is_not_ready() -> None:
     assert "Lower optimizer.lr" in said
 
 
+@pytest.mark.usefixtures("recipe")
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optimizer={_target_: torch.optim.SGD, lr: 1e38}", "the loss of step 2 is "),
+        ("optimizer={_target_: torch.optim.AdamW, lr: 1e38}", "the first step leaves"),
+        (
+            "optimizer={_target_: torch.optim.AdamW, weight_decay: 1e38}",
+            "the first step goes too far",
+        ),
+        ("optimizer={_target_: torch.optim.SGD, lr: 1e-60}", "a rate of 1e-60 is too small"),
+    ],
+)
+def test_d17_a_rate_that_the_first_step_shows_to_be_useless_is_not_ready(
+    override: str, says: str
+) -> None:
+    said = check("scheduler=null", override, code=3).stderr
+    assert says in said
+    assert "optimizer.lr" in said
+
+
+@pytest.mark.usefixtures("recipe")
+@pytest.mark.parametrize("scheduler", ["null", "{_target_: ampctl.schedules.Linear}"])
+def test_d17_a_rate_of_zero_is_meant(scheduler: str) -> None:
+    check(f"scheduler={scheduler}", "optimizer={_target_: torch.optim.SGD, lr: 0}", code=0)
+
+
 def state_at(scale: float, **amp: Any) -> Any:
     state = make_state(
         nn.Linear(8, 4),

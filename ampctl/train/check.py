@@ -35,6 +35,7 @@ from ampctl.step import settle, train_step
 from ampctl.track.console import Console
 from ampctl.train.evaluate import NoItemsError, evaluate
 from ampctl.train.savable import changed_by_a_pass, refuse_unsavable
+from ampctl.untouched import figures
 from ampctl.updater import Updater
 
 MOST_WITHOUT_ITEMS = 10
@@ -162,13 +163,16 @@ def _first_update(
 ) -> tuple[StepReport, StepReport]:
     """Take steps as training would until one is made; return the first report and that one's.
 
-    Steps without items are passed over. Raises NumericsError if none is made in as many as training
-    would try, or if it spoils the state, and UsageError if a number of them have no items.
+    Steps without items are passed over. One more is taken with the same samples, which shows where
+    that one has led. Raises NumericsError if none is made in as many as training would try, if the
+    state or the next step is spoilt by it, or if it is too small to move a weight, and UsageError
+    if a number of them have no items.
     """
     amp, state = job.recipe.amp, job.state
     tries = 1 if amp.nonfinite == "stop" else min(amp.max_skips, _MOST_TRIED)
     reports: list[StepReport] = []
     window: list[Any] = []
+    before = figures(state.parameters)
     for window, _ in windows:
         report = _step(job, window)
         if report.loss is not None:
@@ -190,12 +194,30 @@ def _first_update(
             f"no step was made in {len(reports)} tries{scales if state.scaler.enabled else ''}: "
             f"the gradient was never finite{_diagnosis(job, window, last)}"
         )
+    _refuse_nonfinite(state, "step leaves")
+    rates = [each.lr for each in state.updaters if each.learning_rate.source is None]
+    is_still = bool((figures(state.parameters) == before).all())
+    if is_still and last.grad_norm and len(rates) == len(state.updaters) and max(rates) > 0:
+        raise NumericsError(
+            f"the first step has changed no weight: a rate of {max(rates):g} is too small for "
+            f"their dtype. Raise {remedy.rate(state)}"
+        )
+    then = _step(job, window)
+    if then.skipped and not state.scaler.enabled:
+        raise NumericsError(
+            f"the first step goes too far: the gradient after it is not finite"
+            f"{_diagnosis(job, window, then)}"
+        )
+    _refuse_nonfinite(state, "two steps leave")
+    return first, last
+
+
+def _refuse_nonfinite(state: TrainState, which: str) -> None:
     if bad := state.nonfinite(state.parts()):
         raise NumericsError(
-            f"the first step leaves values that are not finite: {first_of(bad)}. Lower "
+            f"the first {which} values that are not finite: {first_of(bad)}. Lower "
             f"{remedy.rate(state)}, or look at the optimizer's other settings"
         )
-    return first, last
 
 
 def _step(job: Job, window: list[Any]) -> StepReport:

@@ -8,11 +8,22 @@ from pathlib import Path
 from ampctl import commands
 from ampctl.build import Job, micro_batch_size
 from ampctl.doctor.nonfinite import Diagnosis
+from ampctl.doctor.set_by_schedule import set_by_schedule
 from ampctl.errors import first_of
 from ampctl.modes import parts_in_eval_mode
 from ampctl.optim import describe_groups
+from ampctl.recipe.load import LoadedRecipe, recipe_changes
 from ampctl.state import Progress, StepReport
 from ampctl.train.run import Run
+
+
+def changes(job: Job, saved: LoadedRecipe) -> list[str]:
+    """Say what has changed since a recipe was saved, and of what it has no effect."""
+    ignored = set_by_schedule(job)
+    return [
+        next((f"{c} (no effect: {why})" for k, why in ignored.items() if c.startswith(f"{k} ")), c)
+        for c in recipe_changes(saved, job.loaded)
+    ]
 
 
 def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:

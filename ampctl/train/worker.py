@@ -39,7 +39,7 @@ from ampctl.host_memory import HostMemory
 from ampctl.ignored import ignored_settings
 from ampctl.recipe import current_folder, trust
 from ampctl.recipe.fault import memory_told
-from ampctl.recipe.load import LoadedRecipe, recipe_changes
+from ampctl.recipe.load import LoadedRecipe
 from ampctl.track.console import Console
 from ampctl.track.metrics import MetricsFile
 from ampctl.track.warned import warnings_told
@@ -260,7 +260,7 @@ def _prepare(job: Job, run_dir: Path, origin: Origin | None, console: Console) -
     if origin is None:
         refuse_lone_sample(job)
         return job
-    changes = recipe_changes(origin.saved_recipe, job.loaded)
+    changes = words.changes(job, origin.saved_recipe)
     if changes:
         console.note(f"changed since the checkpoint: {', '.join(changes)}")
     restore(job, origin, console.note)
