@@ -18,6 +18,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "store": (
         "test_checkpoint_store.py test_asynchronous_save.py",
         "test_live_run.py::test_what_a_run_gives_up_while_it_is_read_is_no_damage "
+        "test_fsdp.py::test_old_folders_are_removed_whole_and_nothing_temporary_is_left "
         "test_checkpoint_file.py test_run_files.py",
     ),
     "index": ("test_checkpoint_store.py", "test_checkpoint_file.py test_run_files.py"),
@@ -27,10 +28,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "trust": ("test_recipe_trust.py", "test_eval.py::test_a_strangers_checkpoint_needs_trust"),
     "validate": ("test_recipe_load.py", "test_recipe_target.py test_mistakes.py"),
-    "ranks": ("test_heed.py test_attendance.py test_items.py", "test_ranks.py test_ddp.py"),
+    "ranks": ("test_collectives.py", "test_ranks.py test_heed.py test_attendance.py"),
     "restore": (
         "test_parameter_order.py test_resume_changes.py",
-        "test_attacks.py test_misfit.py test_run_files.py",
+        "test_run_files.py::test_c7_a_run_may_be_copied_moved_and_go_on_elsewhere "
+        "test_run_files.py::test_c7_a_run_that_an_older_ampctl_began_goes_on "
+        "test_fsdp.py::test_parameters_in_another_order_get_their_own_part_of_the_optimizers_state",
     ),
 }
 """The fast tests of each module, which is found by its name wherever in ampctl/ it stands.

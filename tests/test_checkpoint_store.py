@@ -14,6 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 
 from ampctl.checkpoint import disk, file, lock, parts
 from ampctl.checkpoint.abandoned import abandon_after
-from ampctl.checkpoint.index import Entry, read_index
+from ampctl.checkpoint.index import Entry, read_index, write_index
 from ampctl.checkpoint.retention import ranked, retained
 from ampctl.checkpoint.store import NoCheckpointError, Store, load
 from ampctl.checkpoint.verify import verify
@@ -629,6 +630,27 @@ def test_a_save_that_fails_where_its_folder_is_there_is_not_tried_again(tmp_path
     with pytest.raises(MachineError, match="full"):
         saver.save(payload(200), step=200, metrics={})
     assert len(tries) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_full_disk_has_room_for_the_index_once_old_files_are_gone(tmp_path, monkeypatch, number):
+    saver = store(tmp_path, keep_last=1, keep_best=0)
+    saver.save(payload(100), step=100, metrics={})
+    write, rows = write_index, []
+
+    def full(folder: Path, entries: list[Entry]) -> None:
+        rows.append([entry.step for entry in entries])
+        if rows[-1] == [200] and any(folder.glob(".*step-00000100*")):
+            raise OSError(number, os.strerror(number))
+        write(folder, entries)
+
+    monkeypatch.setattr("ampctl.checkpoint.store.write_index", full)
+    fails = pytest.raises(MachineError, match="disk") if number == errno.EIO else nullcontext()
+    with fails:
+        saver.save(payload(200), step=200, metrics={})
+    assert rows == [[100, 200], [200], [200]][: 2 if number == errno.EIO else 3]
+    assert load(tmp_path, notify=silent).payload["progress"]["step"] == 200
+    assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
 def test_a_step_that_is_saved_anew_has_one_row_in_the_index(tmp_path):
