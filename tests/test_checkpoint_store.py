@@ -596,8 +596,9 @@ def test_a_fault_of_the_disk_has_words_of_its_own(tmp_path, monkeypatch, number,
         patched.setattr(os, "fsync", fail)
         with pytest.raises(MachineError, match=words):
             saver.save(payload(200), step=200, metrics={})
-        with pytest.raises(MachineError):
+        with pytest.raises(MachineError) as raised:
             saver.tidy(*read_index(tmp_path))
+        assert "bytes are needed" not in f"{raised.value}"  # how many is not known
     assert load(tmp_path, notify=silent).payload["progress"]["step"] == 100
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
