@@ -175,6 +175,23 @@ def test_a_flipped_byte_in_a_file_that_the_user_saved_anew_is_seen(path):
     assert "fails its CRC-32" in refusal(path)
 
 
+@pytest.mark.parametrize("end", [b"more", b"\x05\x00"])
+def test_what_follows_the_end_of_a_file_that_the_user_saved_anew_is_told(path, end):
+    """Or what that end, which has the length of a comment in its last bytes, says would follow."""
+    torch.save({"format": "ampctl", "version": 1, **payload()}, path)
+    content = path.read_bytes()
+    path.write_bytes((content[:-2] if len(end) == 2 else content) + end)
+    assert "cut off, or something was added at its end" in refusal(path)
+
+
+def test_what_was_read_does_not_change_with_the_file(path):
+    written = saved(path)
+    read = file.read(path, [written.sha256])
+    with path.open("r+b") as opened:
+        opened.write(bytes(written.size))
+    assert same(read["model"], payload()["model"])
+
+
 def test_what_a_file_says_of_itself_cannot_reach_the_terminal_unfiltered(path):
     torch.save({"format": "ampctl", "version": 1, **payload()}, path)
     name, damaged = b"/data.pkl", b"/\x1b[2J\n\x07.l"

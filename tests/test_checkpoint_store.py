@@ -596,9 +596,13 @@ def test_a_fault_of_the_disk_has_words_of_its_own(tmp_path, monkeypatch, number,
         patched.setattr(os, "fsync", fail)
         with pytest.raises(MachineError, match=words):
             saver.save(payload(200), step=200, metrics={})
-        with pytest.raises(MachineError) as raised:
+        with pytest.raises(MachineError) as tidying:
             saver.tidy(*read_index(tmp_path))
-        assert "bytes are needed" not in f"{raised.value}"  # how many is not known
+        patched.setattr(Path, "mkdir", lambda path, **_: fail(0))
+        with pytest.raises(MachineError) as making:
+            saver.save(payload(200), step=200, metrics={})
+        for raised in (tidying, making):  # before it is known how many
+            assert "bytes are needed" not in f"{raised.value}"
     assert load(tmp_path, notify=silent).payload["progress"]["step"] == 100
     assert not list((tmp_path / "checkpoints").glob(".*"))
 

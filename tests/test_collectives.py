@@ -65,9 +65,12 @@ def _gradients(rank: int) -> None:
     for parameter, by in zip(parameters, held, strict=True):
         if rank in by:
             parameter.grad = torch.full_like(parameter, 2.0 + 2 * rank)
+    sent, reduce = [], dist.all_reduce
+    dist.all_reduce = lambda value, **how: sent.append(value.numel()) or reduce(value, **how)
     Ranks(rank, SIZE).mean_gradients_(parameters)
     found = [None if p.grad is None else p.grad.tolist() for p in parameters]
     assert found == [[[3, 3], [3, 3]], [1, 1, 1], [2], None, 3]
+    assert sent == [len(parameters), 4, 4, 1]
 
 
 def _both(rank: int) -> None:
@@ -117,14 +120,17 @@ def test_the_place_in_a_job_is_read_from_what_the_launcher_sets(
     job(monkeypatch)
     assert from_environment() == Ranks(3, 4, 1)
     assert [Ranks(rank, 4).is_first for rank in (0, 1)] == [True, False]
+    job(monkeypatch, WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")
+    assert from_environment() == Ranks(0, 2, 0)
     job(monkeypatch, RANK="", MASTER_PORT="")
     with pytest.raises(MachineError, match="is 4 in the environment, and RANK, MASTER_PORT not"):
         from_environment()
     job(monkeypatch, RANK="first")
     with pytest.raises(MachineError, match="RANK is 'first' in the environment"):
         from_environment()
-    job(monkeypatch, WORLD_SIZE="1", RANK="")
-    assert from_environment() is ALONE
+    for size in ("0", "1"):
+        job(monkeypatch, WORLD_SIZE=size, RANK="")
+        assert from_environment() is ALONE
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,7 @@ def test_a_recipe_trained_here_is_trusted_and_one_that_differs_in_text_is_not() 
     assert record(recipe(model=mine))
     assert is_trusted(model=mine)
     assert is_trusted(model=mine.replace("3", "4"))
+    assert is_trusted(model="{_target_: my_net.Net, path: a.bin, width: 3}")
     assert not is_trusted(model=mine.replace("a.bin", "b.bin"))
     assert not is_trusted(model=mine.replace("Net", "Other"))
     assert not is_trusted(model=mine, task="{_target_: my_net.Task}")
@@ -313,6 +314,7 @@ def test_the_record_is_private_and_has_each_recipe_once() -> None:
     assert record(recipe(model="{_target_: my_net.Other}"))
     (path,) = (Path(os.environ["XDG_STATE_HOME"]) / "ampctl").iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert len(path.read_text().splitlines()) == 2
     path.chmod(0o666)  # others could have written it
     assert not is_trusted(model="{_target_: my_net.Net}")

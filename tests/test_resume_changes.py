@@ -342,6 +342,17 @@ def test_an_average_of_half_weights_is_refused() -> None:
         train("model={_target_: own_parts.HalfNet}", "train.ema_decay=0.9", "amp.dtype=bfloat16")
 
 
+@pytest.mark.parametrize(("drops", "place"), [("true", (1, 1)), ("false", (1, 0))])
+def test_an_epoch_that_has_become_shorter_is_over_where_it_was_left(
+    drops: str, place: tuple[int, int]
+) -> None:
+    short = ("data.train.size=15", "train.max_steps=2")  # batches of 6, 6 and 3
+    train(*short)
+    resume(2, "train.max_steps=3", f"data.drop_last={drops}")
+    progress = torch.load("b/checkpoints/latest.pt", weights_only=True)["progress"]
+    assert (progress["epoch"], progress["batch_in_epoch"]) == place
+
+
 def damaged(change: Any) -> None:
     path = Path("a/checkpoints/step-00000004.pt")
     payload = torch.load(path, weights_only=True)
@@ -355,6 +366,8 @@ def damaged(change: Any) -> None:
         (lambda p: p.update(rng=[]), "a state in `rng`"),
         (lambda p: p.update(optimizer={}), "`optimizer.param_groups`"),
         (lambda p: p["progress"].update(step="x"), "whole numbers in `progress`"),
+        (lambda p: p["data"].update(num_samples="24"), "`data.num_samples` is a str"),
+        (lambda p: p["data"].update(seed=1.5), "`data.seed` is a float"),
     ],
 )
 def test_a_checkpoint_that_is_wrong_inside_is_told_in_words(change: Any, lacks: str) -> None:
