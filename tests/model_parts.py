@@ -240,8 +240,8 @@ class Meddles:
             model.half()
 
 
-class StepsItself:
-    """A task that steps by an optimizer of its own, and returns what it has learned from."""
+class TrainsItself:
+    """A task that is a whole training loop, behind which nothing but the weights tells of it."""
 
     def __init__(self) -> None:
         self.optimizer: Any = None
@@ -250,10 +250,17 @@ class StepsItself:
         loss = F.cross_entropy(model(batch[0]).float(), batch[1])
         if torch.is_grad_enabled():
             self.optimizer = self.optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-            loss.backward()
+            loss.backward(retain_graph=True)
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return loss.detach()
+        return loss
+
+
+class StepsItself(TrainsItself):
+    """The same, which returns a loss that leads back to nothing."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch).detach()
 
 
 class StepsInBackward(nn.Linear):
@@ -300,19 +307,3 @@ class Teacher(nn.Module):
                 own.lerp_(followed + 1, 0.1)
             target = self.teacher(x)
         return self.first(x) + self.normed(x) + 0 * target
-
-
-class TrainsItself:
-    """A task that is a whole training loop, behind which nothing but the weights tells of it."""
-
-    def __init__(self) -> None:
-        self.optimizer: Any = None
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        loss = F.cross_entropy(model(batch[0]).float(), batch[1])
-        if torch.is_grad_enabled():
-            self.optimizer = self.optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-            loss.backward(retain_graph=True)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return loss

@@ -24,6 +24,7 @@ import pytest
 import torch
 from processes import DEADLINE_S, Ended, Running, spawn, starting
 from test_cli import without_style
+from test_recipe_sent import RECIPE as SMALL
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
@@ -37,17 +38,7 @@ from ampctl.distributed.ranks import Ranks
 from ampctl.errors import MachineError, NumericsError, PreemptedError
 from ampctl.recipe.load import load_recipe
 
-RECIPE = """\
-name: small
-model: {_target_: ampctl.models.MLP, in_features: 64, hidden: [4], num_classes: 10}
-task: {_target_: ampctl.tasks.Classification}
-data:
-  train: {_target_: ampctl.data.Digits, split: train}
-  batch_size: 8
-optimizer: {_target_: torch.optim.SGD, lr: 1e-2}
-train: {max_steps: 2, device: cpu}
-distributed: {timeout_minutes: 0.05}
-"""
+RECIPE = f"{SMALL}distributed: {{timeout_minutes: 0.05}}\n"
 # What a rank does, and what it is told: {"rank": what}, in plan.json.
 STAND_IN = f"""#!{sys.executable}
 import json, os, signal, sys, time

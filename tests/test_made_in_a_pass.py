@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_resume_changes import RECIPE
-from typer.testing import CliRunner
+from told import ampctl
+from told import recipe as recipe
 
-from ampctl.cli import app
 from ampctl.track.metrics import read_metrics
 
 MADE = {
@@ -25,19 +24,6 @@ MADE = {
 RUN = ("--run-dir", "a", "checkpoint.every_steps=4")
 
 
-@pytest.fixture(autouse=True)
-def _recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    (folder / "recipe.yaml").write_text(RECIPE)
-
-
-def ampctl(*argv: str, code: int) -> str:
-    done = CliRunner().invoke(app, [argv[0], "recipe.yaml", *argv[1:]])
-    assert done.exit_code == code, (done.stdout, done.stderr, done.exc_info)
-    assert "Traceback" not in done.stderr
-    return done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("what", MADE)
 def test_a9_what_the_first_pass_makes_is_named(what: str) -> None:
     model = f"model={{_target_: model_parts.Makes, what: {what}}}"
@@ -48,7 +34,6 @@ def test_a9_what_the_first_pass_makes_is_named(what: str) -> None:
             in said
         )
         assert "make parameters and buffers in __init__" in said
-        assert "ready" not in said
     steps = [event["step"] for event in read_metrics("a/metrics.jsonl")]
     assert max(steps) <= 2  # one more step may be on its way
     assert not list(Path("a").glob("checkpoints/*.pt"))
@@ -61,7 +46,6 @@ def test_a9_what_the_first_evaluation_makes_is_named(what: str, name: str) -> No
     for argv in (("check", model), ("train", model, *RUN, "train.eval_every_steps=3", averaged)):
         said = ampctl(*argv, code=2)
         assert f"changed what the model is made of: {name} is a new {what}" in said
-        assert "ready" not in said
     assert max(event["step"] for event in read_metrics("a/metrics.jsonl") if "step" in event) <= 3
     assert not list(Path("a").glob("checkpoints/*.pt"))
 

@@ -19,7 +19,7 @@ from signal import SIGHUP, SIGINT, SIGSTOP, SIGTERM
 from typing import Any
 
 import pytest
-from jobs import job
+from jobs import JobEnded, job
 from processes import Ended, Running, read_events, session_members, starting
 from test_resume_exact import assert_same, last
 
@@ -207,6 +207,17 @@ def test_c9_output_that_nobody_reads(folder: Path) -> None:
 TWO = " --nproc-per-node 2"
 
 
+def stop_ranks(
+    folder: Path, *options: str, told: tuple[int, ...] = (0, 1), number: signal.Signals = SIGTERM
+) -> JobEnded:
+    """Start two ranks, send some of them a signal once the second is stuck; wait for their end."""
+    with job(folder, *LINE, *options) as ranks:
+        ranks.ranks[1].until(STUCK.exists)
+        for rank in told:
+            ranks.ranks[rank].send(number)
+        return ranks.wait()
+
+
 def resumed(folder: Path, *overrides: str) -> None:
     """Go on with two ranks, healthy, and compare with a run that was never stopped."""
     Path("healthy").touch()
@@ -225,11 +236,7 @@ def test_c9_a_rank_that_is_stuck_and_one_that_waits_for_it_in_a_collective(
     told: tuple[int, ...], folder: Path
 ) -> None:
     fault = task(at=7, rank=1)
-    with job(folder, *LINE, fault) as ranks:
-        ranks.ranks[1].until(STUCK.exists)
-        for rank in told:
-            ranks.ranks[rank].send(SIGTERM)
-        ended = ranks.wait()
+    ended = stop_ranks(folder, fault, told=told)
     assert ended.code == 75, ended
     step = read_events(Path("d"))[-1]["step"]
     assert step > 0
@@ -238,11 +245,7 @@ def test_c9_a_rank_that_is_stuck_and_one_that_waits_for_it_in_a_collective(
 
 
 def test_c9_ctrl_c_that_reaches_each_rank_is_one(folder: Path) -> None:
-    with job(folder, *LINE, task(at=7, rank=1)) as ranks:
-        ranks.ranks[1].until(STUCK.exists)
-        for rank in ranks.ranks:
-            rank.send(SIGINT)
-        ended = ranks.wait()
+    ended = stop_ranks(folder, task(at=7, rank=1), number=SIGINT)
     assert ended.code == 130, ended
     assert "interrupted at step " in ended.error
     assert "twice" not in ended.error
@@ -250,23 +253,14 @@ def test_c9_ctrl_c_that_reaches_each_rank_is_one(folder: Path) -> None:
 
 def test_c9_a_slow_step_under_fsdp_is_made_and_saved(folder: Path) -> None:
     """What only all ranks can save together must not be given up for a step of some seconds."""
-    slow = task(at=7, rank=1, how="slow")
-    with job(folder, *LINE, "distributed.strategy=fsdp", slow) as ranks:
-        ranks.ranks[1].until(STUCK.exists)
-        for rank in ranks.ranks:
-            rank.send(SIGTERM)
-        ended = ranks.wait()
+    ended = stop_ranks(folder, "distributed.strategy=fsdp", task(at=7, rank=1, how="slow"))
     assert ended.code == 75, ended
     assert ", which is saved: `ampctl resume d --nproc-per-node 2` goes on" in ended.error
 
 
 def test_c9_a_rank_stuck_under_fsdp_names_the_newest_checkpoint(folder: Path) -> None:
     options = ("distributed.strategy=fsdp", "checkpoint.every_steps=2", task(at=7, rank=1))
-    with job(folder, *LINE, *options) as ranks:
-        ranks.ranks[1].until(STUCK.exists)
-        for rank in ranks.ranks:
-            rank.send(SIGTERM)
-        ended = ranks.wait()
+    ended = stop_ranks(folder, *options)
     assert ended.code == 75, ended
     assert "`ampctl resume d --nproc-per-node 2` goes on from " in ended.error
     resumed(folder, *options)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume_changes import RECIPE
-from typer.testing import CliRunner
+from told import ampctl
+from told import recipe as recipe
 
-from ampctl.cli import app
 from ampctl.recipe.load import load_recipe
 from ampctl.step import settle, train_step
 from ampctl.train.init_from import build
@@ -24,20 +23,6 @@ IN_TURNS = (
     'optimizer={all: {_target_: torch.optim.SGD, lr: 0.1, params: "*"}}',
 )
 RUN = ("--run-dir", "a", "checkpoint.every_steps=8")
-
-
-@pytest.fixture(autouse=True)
-def _recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    (folder / "recipe.yaml").write_text(RECIPE)
-
-
-def ampctl(*argv: str, code: int) -> str:
-    done = CliRunner().invoke(app, [argv[0], "recipe.yaml", *argv[1:]])
-    assert done.exit_code == code, (done.stdout, done.stderr, done.exc_info)
-    assert "Traceback" not in done.stderr
-    assert ("ready" in done.stdout) == (code == 0 and argv[0] == "check")
-    return done.stdout + done.stderr
 
 
 def task(how: str, kind: str = "Meddles") -> str:
