@@ -133,13 +133,14 @@ def _tiny_step(
     return state
 
 
-def steps_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a fused optimizer can step where its parameters are, if it is torch's own.
+def can_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer can step where its parameters are, if it is torch's own.
 
-    Some kernels are of a CPU alone, which their class tells no sooner than at its first step.
+    Some fused kernels are of a CPU alone, which their class tells no sooner than at its first step.
+    What the step raises for settings that it cannot use comes through.
     """
+    if not is_torchs_own(optimizer) or needs_closure(optimizer):
+        return True
     parts = ((group, each) for group in optimizer.param_groups for each in group["params"])
     first = next(parts, None)
-    return (
-        not is_torchs_own(optimizer) or first is None or _tiny_step(optimizer, *first) is not None
-    )
+    return first is None or _tiny_step(optimizer, *first) is not None

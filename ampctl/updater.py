@@ -27,7 +27,7 @@ from ampctl.recipe.fault import failure
 from ampctl.recipe.keys import child
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.recipe.schema import TARGET, Block, block_key, by_name
-from ampctl.recipe.target import blocks, build, build_inside, locate
+from ampctl.recipe.target import blocks, build, build_inside, failure_of, locate
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")  # the kernels of MPS do not look at found_inf
 
@@ -153,7 +153,7 @@ def _build_optimizer(
     for at, own in {"": {}, **tried}.items() if tried else ():
         # torch looks at what its constructor is given, and not at the options of a group.
         place = child(child(key, "groups"), at) if at else key
-        build({**block, **own}, key=place, origins=loaded.origins, args=[[*part]])
+        _checked_optimizer(loaded, place, {**block, **own}, [{"params": [*part]}])
     fusable = device.type in _FUSED_DEVICES and "fused" in options
     fusable &= not block.get("dampening")  # see optimizers.make_skippable
     fusable &= all(parameter.is_floating_point() for parameter in part)  # complex is not
@@ -168,7 +168,7 @@ def _build_optimizer(
         # plain form below has it too.
         with suppress(RecipeError):
             fused = _checked_optimizer(loaded, key, {**block, "fused": True}, groups)
-            if optimizers.steps_fused(fused):
+            if optimizers.can_step(fused):
                 return fused
     return _checked_optimizer(loaded, key, block, groups)
 
@@ -183,11 +183,11 @@ def _options_by_glob(
     globs = block.get("groups")
     if globs is None:
         return None
+    globs = build_inside(globs, key=key, origins=loaded.origins)
     if not isinstance(globs, Mapping):
         message = f"got {globs!r}; allowed: a mapping of globs of parameter names to options"
         advice = 'write it like groups: {"head.*": {lr: 1e-4}}'
         raise RecipeError([loaded.problem(key, message, advice)])
-    globs = build_inside(globs, key=key, origins=loaded.origins)
     parameters = parameters_of(locate(block[TARGET]))
     context = Context(loaded.origins, {}, [])
     fitting = {
@@ -213,10 +213,10 @@ def _options_by_glob(
 def _wrong_rates(loaded: LoadedRecipe, key: str, options: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each learning rate and weight decay that no training can use."""
     return [
-        loaded.problem(child(key, name), f"got {value:g}; allowed: a finite number, at least 0")
+        loaded.problem(child(key, name), f"got {value}; allowed: a finite number, at least 0")
         for name, value in options.items()
         if name in ("lr", "weight_decay") and isinstance(value, int | float)
-        if not (math.isfinite(value) and value >= 0)
+        if isinstance(value, bool) or not (math.isfinite(value) and value >= 0)
     ]
 
 
@@ -243,6 +243,11 @@ def _checked_optimizer(
             raise RecipeError(wrong)
         # torch lets all groups share a tensor that is a default.
         group.update({n: v.clone() for n, v in group.items() if isinstance(v, Tensor)})
+    try:
+        optimizers.can_step(optimizer)
+    except Exception as error:
+        doing = f"{block[TARGET]}, tried on a parameter of one element, failed"
+        raise failure_of(block, error, doing, key=key, origins=loaded.origins) from error
     return optimizer
 
 

@@ -111,14 +111,14 @@ GROUPS = "command line: optimizer.groups"
         (
             "data.train={_target_: torch.utils.data.Subset, indices: [99999],"
             " dataset: {_target_: own.data, size: 8}}",
-            "data.train: reading the samples 0 failed: IndexError: index 99999 is out of bounds",
+            "data.train: reading sample 0 failed: IndexError: index 99999 is out of bounds",
         ),
         (
             "data.eval={_target_: torch.utils.data.Subset, indices: [0, 99],"
             " dataset: {_target_: own.data, size: 8}}",
-            "data.eval: reading the samples 0, 1 failed: IndexError: index 99 is out of bounds",
+            "data.eval: reading sample 1 failed: IndexError: index 99 is out of bounds",
         ),
-        ("data.train={_target_: builtins.dict, a: 1}", "reading the samples 0 failed: KeyError: 0"),
+        ("data.train={_target_: builtins.dict, a: 1}", "reading sample 0 failed: KeyError: 0"),
         ("task={_target_: builtins.dict}", "command line: task: the task is a dict"),
         ("data.train={_target_: torch.utils.data.TensorDataset}", "data.train: the length of the"),
         ("data.train={_target_: own.Sized, length: raises}", "KeyError: 'no length'"),
@@ -195,6 +195,8 @@ def test_d7_a_key_with_none_is_one_problem(key: str) -> None:
     assert [problem.key for problem in caught.value.problems] == [key]
 
 
+LR = "_target_: torch.optim.lr_scheduler"
+MULTI, STEP = f"{LR}.MultiStepLR", f"{LR}.StepLR"
 ONE, TWO = "where one number is wanted", "where a list of 2 numbers is wanted: write it like [0."
 
 
@@ -216,6 +218,40 @@ ONE, TWO = "where one number is wanted", "where a list of 2 numbers is wanted: w
             "scheduler={_target_: torch.optim.lr_scheduler.MultiStepLR, milestones: 30}",
             "scheduler.milestones",
             "where a list is wanted: write it like [30]",
+        ),
+        ("optimizer.betas=[0.9, null]", "optimizer.betas[1]", "is null (command line)"),
+        ("optimizer.betas=[0.9, [0.99]]", "optimizer.betas[1]", ONE),
+        ("optimizer.betas={a: 1}", "optimizer.betas", "is a mapping (command line), where a list"),
+        ("optimizer.lr=true", "optimizer.lr", "got True; allowed: a finite number"),
+        ("optimizer.amsgrad=3", "optimizer.amsgrad", "got 3; allowed: true or false"),
+        ("optimizer.groups={w: {maximize: [true]}}", "optimizer.groups.w.maximize", "true or f"),
+        ("optimizer.groups={_target_: builtins.list}", "optimizer.groups", "allowed: a mapping"),
+        # What the constructor takes, and the first step does not.
+        (
+            "optimizer={_target_: torch.optim.Rprop, step_sizes: 50}",
+            "optimizer.step_sizes",
+            TWO[:40],
+        ),
+        ("optimizer={_target_: torch.optim.ASGD, lambd: [0.1]}", "optimizer.lambd", ONE),
+        (f"scheduler={{{MULTI}, milestones: [a]}}", "scheduler.milestones[0]", "got 'a' (text)"),
+        (f"scheduler={{{MULTI}, milestones: {{a: 3}}}}", "scheduler.milestones", "allowed: a list"),
+        (f"scheduler={{{MULTI}, milestones: null}}", "scheduler.milestones", "got null; allowed"),
+        (f"scheduler={{{MULTI}, milestones: [1], gamma: [0.1]}}", "scheduler.gamma", ONE),
+        (
+            f"scheduler={{{STEP}, step_size: [30]}}",
+            "scheduler.step_size",
+            f"{ONE}: write it like 30",
+        ),
+        (f"scheduler={{{STEP}, step_size: null}}", "scheduler.step_size", "a number is wanted"),
+        (
+            f"scheduler={{{LR}.ChainedScheduler, schedulers: {{{STEP}, step_size: 3}}}}",
+            "scheduler.schedulers",
+            "is a block (command line), where a list is wanted",
+        ),
+        (
+            f"scheduler={{{LR}.ChainedScheduler, schedulers: [{{{STEP}, step_size: [3]}}]}}",
+            "scheduler.schedulers[0].step_size",
+            ONE,
         ),
     ],
 )

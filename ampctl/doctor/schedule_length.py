@@ -22,9 +22,9 @@ from ampctl.doctor.finding import Finding
 from ampctl.errors import RecipeError
 from ampctl.groups import stand_in
 from ampctl.lr import follows_metric
-from ampctl.recipe.fault import failure
 from ampctl.recipe.keys import child
 from ampctl.recipe.schema import TARGET, Block, block_key, by_name
+from ampctl.recipe.target import failure_of
 from ampctl.updater import Updater, build_schedule
 
 _MOST_TRIED = 1_000_000
@@ -98,8 +98,8 @@ def _of(job: Job, updater: Updater) -> Iterator[Finding]:
         try:
             return _course(schedule, on, tried)
         except Exception as error:
-            where = job.loaded.place(key)
-            raise failure(error, f"{kind}, stepped without training, failed", where, key) from error
+            doing = f"{kind}, stepped without training, failed"
+            raise failure_of(block, error, doing, key=key, origins=job.loaded.origins) from error
 
     found = course(block)
     if found.end:

@@ -27,6 +27,7 @@ _NO_TEXT = frozenset(
     | {"typing", "t"}
 )
 _SCALARS = _NO_TEXT - _LISTS  # a tensor too
+_SWITCH = frozenset({"bool", "None", "NoneType", "Optional"})
 _UNKNOWN_NAME = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
@@ -119,10 +120,22 @@ def fitted(parameter: inspect.Parameter, value: Any, key: str, context: Context)
     parameter takes numbers and no text.
     """
     kinds = _kinds(parameter)
+    is_annotated = parameter.annotation is not parameter.empty
+    if is_annotated and kinds and kinds <= _SWITCH and isinstance(value, int | float | list | dict):
+        if value not in (0, 1):
+            context.tell(key, f"got {value!r}; allowed: true or false")
+        return bool(value)
+    if _is_of_lists(parameter) and _takes_numbers_alone(parameter, kinds):
+        if isinstance(value, dict) or (value is None and parameter.default is not None):
+            found = "null" if value is None else "a mapping"
+            context.tell(key, f"got {found}; allowed: a list of numbers")
+        if isinstance(value, list):
+            item = parameter.replace(annotation=" | ".join(sorted(kinds & _NUMBERS)))
+            return [fitted(item, each, child(key, n), context) for n, each in enumerate(value)]
     if isinstance(value, str) and "str" not in kinds:
         word = boolean(value) if "bool" in kinds else None
         read = number(value.strip()) if kinds & {"int", "float"} else None
-        if word is None and kinds and kinds <= {"bool", "None", "NoneType", "Optional"}:
+        if word is None and kinds and kinds <= _SWITCH:
             context.tell(key, f"got {value!r} (text); allowed: true or false")
         value = word if word is not None else value if read is None else read
         if isinstance(value, str):
@@ -177,17 +190,21 @@ def _odd(
         many = f"{len(default)} numbers are wanted: write it like {list(default)}"
         yield key, f"{key} is {value!r}{where}, where {many}"
     elif isinstance(value, list):
-        for place_, item in enumerate(value):
-            if isinstance(item, str) and isinstance(default, tuple | list):
-                yield from _odd(_like(default), item, child(key, place_), context)
+        for place_, item in enumerate(value) if isinstance(default, tuple | list) else ():
+            yield from _odd(_like(default, place_), item, child(key, place_), context)
     elif value is None and isinstance(default, int | float | tuple):
         yield key, f"{key} is null{where}; its default is {default!r}"
-    elif isinstance(value, int | float) and (
+    elif value is None and kinds & _NUMBERS and not kinds & {"None", "NoneType", "Optional"}:
+        yield key, f"{key} is null{where}, where a number is wanted"
+    elif isinstance(value, int | float | dict | Call) and (
         isinstance(default, tuple | list) or (parameter and _is_of_lists(parameter))
     ):
-        like = list(default) if isinstance(default, tuple | list) else [value]
+        is_number = isinstance(value, int | float)
+        found = f"{value!r}" if is_number else "a mapping" if isinstance(value, dict) else "a block"
+        like = list(default) if isinstance(default, tuple | list) else [value] if is_number else []
         many = f"a list of {len(like)} numbers" if isinstance(default, tuple) else "a list"
-        yield key, f"{key} is {value!r}{where}, where {many} is wanted: write it like {like}"
+        example = f": write it like {like}" if like else ""
+        yield key, f"{key} is {found}{where}, where {many} is wanted{example}"
 
 
 def _is_of_lists(parameter: inspect.Parameter) -> bool:
@@ -207,10 +224,10 @@ def _is_named(value: Any, said: str) -> bool:
     return bool(re.search(rf"(?<![\w.]){re.escape(f'{value}')}(?![\w.]\w)(?!\w)", said))
 
 
-def _like(default: Any) -> inspect.Parameter:
-    """Return a parameter whose default is the first item of a list."""
-    first = next(iter(default), None)
-    return inspect.Parameter("item", inspect.Parameter.KEYWORD_ONLY, default=first)
+def _like(default: Any, place_: int) -> inspect.Parameter:
+    """Return a parameter whose default is an item of a list: the first one beyond its end."""
+    item = next(iter(default[place_:] or default), None)
+    return inspect.Parameter("item", inspect.Parameter.KEYWORD_ONLY, default=item)
 
 
 def _takes_numbers_alone(parameter: inspect.Parameter, kinds: set[str]) -> bool:

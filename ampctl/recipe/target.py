@@ -120,6 +120,28 @@ def _planned_and_run(value: Any, key: str, context: Context, args: Sequence[Any]
     return _run(plan, context)
 
 
+def failure_of(
+    block: Block, error: BaseException, doing: str, *, key: str, origins: Mapping[str, str]
+) -> AmpctlError:
+    """Return in words that what a block has built fails later, with the argument to blame."""
+    context = Context(origins, {}, [])
+    calls = _calls(_plan(block, key, context))
+    told = [why_it_may_fail(call, error, context) for call in calls]
+    odd = [(at, *advice) for at, *advice in told if advice]
+    at, *advice = odd[0] if len(odd) == 1 else (key, *(line for _, *lines in odd for line in lines))
+    return failure(error, doing, context.place(at), at, *advice)
+
+
+def _calls(plan: Any) -> Iterator[Call]:
+    """Yield the calls of a plan, outer before inner."""
+    if isinstance(plan, Call):
+        yield plan
+    inner = plan.arguments if isinstance(plan, Call) else plan
+    parts = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ()
+    for part in parts:
+        yield from _calls(part)
+
+
 def blocks(value: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the dotted key and content of every block in plain values, outer before inner."""
     if isinstance(value, dict):
