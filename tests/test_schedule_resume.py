@@ -510,6 +510,8 @@ def test_b4_rates_of_any_kind_resume_exactly(optimizer: str, scheduler: str, rec
     assert rates("c") == pytest.approx([2 * rate for rate in rates("a")[7:]])
 
 
+FROZEN = "{_target_: torch.optim.lr_scheduler.ConstantLR, factor: 0.0, total_iters: 9}"
+THEN = "{_target_: torch.optim.lr_scheduler.ExponentialLR, gamma: 0.9}"
 ADAM = "optimizer={_target_: torch.optim.AdamW, lr: 0.01, betas: [0.9, 0.99]}"
 
 
@@ -546,6 +548,8 @@ def test_b3_a_changed_setting_that_the_schedule_sets_is_told_to_have_no_effect(
         ("OneCycleLR, max_lr: 0.1", "optimizer.weight_decay=0.1"),
         ("CyclicLR, base_lr: 0.1, max_lr: 0.2, cycle_momentum: false", "optimizer.momentum=0.5"),
         ("ConstantLR", "optimizer.lr=0.3"),
+        # Of a rate that starts at 0 nothing is seen at first.
+        (f"SequentialLR, milestones: [9], schedulers: [{FROZEN}, {THEN}]", "optimizer.lr=0.3"),
     ],
 )
 def test_b3_a_changed_setting_that_the_schedule_leaves_is_told_as_changed(

@@ -1,27 +1,26 @@
 """Options of an optimizer that its schedule sets by itself, so that the recipe's are not used.
 
-Nothing here knows a class of schedule: it is built over groups of other values, and what comes out
-the same is its own.
+Nothing here knows a class of schedule: it is built over groups of another value, and where groups
+and schedule come out the same, nothing of that value is left for any update.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ampctl import rng
+from ampctl import plain, rng
 from ampctl.build import Job
 from ampctl.groups import Values, group_values, stand_in
 from ampctl.lr import follows_metric
 from ampctl.recipe.arguments import parameters_of
-from ampctl.recipe.fault import failure
 from ampctl.recipe.keys import child
 from ampctl.recipe.schema import TARGET, block_key, by_name
 from ampctl.recipe.target import locate
+from ampctl.saved import are_same
 from ampctl.updater import Updater, build_schedule
 
 
@@ -45,25 +44,18 @@ def _of(job: Job, updater: Updater) -> Iterator[tuple[str, str]]:
     block, at = blocks[name], block_key("scheduler", name)
     kind = f"{block[TARGET]}".rpartition(".")[2]
 
-    def course(values: Values) -> list[dict[str, float]]:
+    def made(values: Values) -> Any:
+        """Return what the groups and the schedule hold of such values: all that comes of them."""
         on = stand_in(updater.optimizer, values)
         schedule = build_schedule(job.loaded, at, block, on, job.total_steps)
-        built = group_values(on)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, that no optimizer was stepped before it
-            try:
-                schedule.step()
-            except Exception as error:
-                where = job.loaded.place(at)
-                raise failure(error, f"{kind}, stepped once, failed", where, at) from error
-        return [dict(_numbers(group)) for group in (*built, *group_values(on))]
+        return [group_values(on), plain.snapshot(dict(schedule.state_dict()))]
 
     bare = updater.learning_rate.bare
-    one, other = course(bare), course([_halved(group) for group in bare])
+    as_it_is = made(bare)
     fixed = {
         option
-        for option in one[0]
-        if all(a.get(option) == b.get(option) for a, b in zip(one, other, strict=True))
+        for option in {name for group in bare for name, _ in _numbers(group)}
+        if are_same(as_it_is, made([_other(group, option) for group in bare]))
     }
     parameters = parameters_of(locate(block[TARGET]))
     for key in job.loaded.explicit:
@@ -85,14 +77,12 @@ def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 yield name if items is not value else child(name, index), float(item)
 
 
-def _halved(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group of other numbers, all of them of a kind that was there."""
-    return {name: _half(value) for name, value in group.items()}
+def _other(group: Mapping[str, Any], option: str) -> dict[str, Any]:
+    """Return a group with another number in one place."""
 
+    def changed(name: str, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(changed(child(name, i), item) for i, item in enumerate(value))
+        return (value / 2 if value else value + 0.5) if name == option else value
 
-def _half(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(map(_half, value))
-    if isinstance(value, bool) or not isinstance(value, float | int | Tensor):
-        return value
-    return value / 2 if value else value + 0.5
+    return {name: changed(name, value) for name, value in group.items()}
