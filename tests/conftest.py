@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ FOREIGN = re.compile(
     r"GITHUB_ACTIONS|RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_\w+|MASTER_(ADDR|PORT)|"
     r"(SLURM|OMPI|PMI|PMIX|PET|TORCHELASTIC|GIT)_\w+|PYTHONSAFEPATH|PYTHONWARNINGS|PYTHONUTF8"
 )
+DEADLINE_S = 120.0
 FIXED = {
     "LC_ALL": "C.UTF-8",
     "TZ": "UTC",
@@ -78,6 +81,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def deadline() -> Iterator[None]:
+    """End a test that would never end, or would take all day."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        pytest.fail(f"it has not ended after {DEADLINE_S:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pickle
 import re
-import signal
 import sys
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from ampctl.recipe.load import load_recipe
 from ampctl.train import worker
 from ampctl.train.check import check_recipe
 
-DEADLINE_S = 60
+pytestmark = pytest.mark.usefixtures("deadline")  # a lost fault is waited for without end
 EVERY = (0, 1, 2)
 
 
@@ -104,20 +102,6 @@ class FailsInAStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         for index in range(9):
             yield self.samples[index]
-
-
-@pytest.fixture(autouse=True)
-def _deadline() -> Iterator[None]:
-    """A worker whose fault is lost would be waited for without end."""
-
-    def hangs(number: int, frame: FrameType | None) -> None:
-        pytest.fail(f"still reading after {DEADLINE_S} s")
-
-    before = signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(DEADLINE_S)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def read(dataset: Any, workers: int) -> None:

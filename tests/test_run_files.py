@@ -26,7 +26,8 @@ import torch
 from hostile_files import MARK, call, forge, name_of, number, records_of, sealed, text, write
 from typer.testing import CliRunner, Result
 
-from ampctl.checkpoint import parts
+from ampctl.checkpoint import archive, parts
+from ampctl.checkpoint.opcodes import Budget, ForgedError, walk
 from ampctl.checkpoint.parts_index import read_metadata
 from ampctl.cli import app
 from ampctl.errors import AmpctlError
@@ -322,18 +323,30 @@ GREEDY: dict[str, bytes] = {
     "a memo of 2^28": b"Nr" + u32((1 << 28) - 1),
     "a memo of 2^30": b"Nr" + u32(1 << 30),
     "a memo in text": b"Np1073741824\n",
-    "a memo in many digits": b"Np" + b"9" * 5000 + b"\n",
     "bytes that are not there": b"B" + u32(0xF0000000) + b"x",
     "more bytes that are not there": b"\x8e" + u64(1 << 40) + b"x",
     "an array that is not there": b"\x96" + u64(1 << 33) + b"x",
+    "lists": b"](" + b"]" * 2_000_000 + b"e",
+    "dicts": b"](" + b"}" * 2_000_000 + b"e",
+    "sets": b"](" + b"\x8f" * 2_000_000 + b"e",
+    "tuples": b"](" + b"N\x85" * 6_000_000 + b"e",
+    "lists of marks": b"](" + b"(l" * 5_000_000 + b"e",
+    "dicts of marks": b"](" + b"(d" * 5_000_000 + b"e",
+    "frozen sets": b"](" + b"(\x91" * 2_000_000 + b"e",
+}
+"""Nothing but the walk over the opcodes stops these: whoever reads them has no memory left."""
+
+PICKLE_KNOWS: dict[str, bytes] = {
+    "a memo in many digits": b"Np" + b"9" * 5000 + b"\n",
     "a text that is not there": b"\x8d" + u64(1 << 40) + b"x",
     "a number that is not there": b"\x8b" + u32(0x7FFFFFFF) + b"1",
     "an old text that is not there": b"T" + u32(0x7FFFFFFF) + b"x",
     "a frame that is not there": b"\x95" + u64(1 << 60) + b"N",
-    "lists": b"](" + b"]" * 2_000_000 + b"e",
-    "dicts": b"](" + b"}" * 2_000_000 + b"e",
-    "sets": b"](" + b"\x8f" * 2_000_000 + b"e",
     "marks": b"](" + b"(" * 9_000_000 + b"1" * 100 + b"e",
+}
+"""Python's own reader refuses these too."""
+
+CALLS: dict[str, bytes] = {
     "a tuple in sizes": again(50_000, LONG, b"ctorch\nSize\n@\x85R"),
     "a list in dicts": again(50_000, PAIRS, b"ccollections\nOrderedDict\n@\x85R"),
     "a text in bytes": again(
@@ -359,16 +372,35 @@ GREEDY: dict[str, bytes] = {
         call("collections.OrderedDict"),
     ),
 }  # fmt: skip
+"""What the calls in these copy is counted as they are gone through, and what they may do."""
+
+REFUSED = {**GREEDY, **PICKLE_KNOWS, **CALLS}
 
 
+@pytest.mark.usefixtures("deadline")
 @pytest.mark.parametrize("kind", GREEDY)
+def test_c3_nothing_but_the_walk_over_its_opcodes_stops_a_greedy_pickle(
+    kind: str, payload: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ForgedError):
+        walk(b"\x80\x02" + GREEDY[kind] + b".")
+    forge(Path("evil.pt"), {**payload, "environment": {"x": MARK}}, GREEDY[kind])
+    size = Path("evil.pt").stat().st_size
+    monkeypatch.setattr(archive, "walk", lambda content: Budget(1 << 30))
+    with memory(256 * MIB + 8 * size):
+        told = read_by("inspect", Path("evil.pt"))
+    assert told.exit_code != 4 or "MemoryError" in told.stderr
+
+
+@pytest.mark.usefixtures("deadline")  # what is not counted copies for hours
+@pytest.mark.parametrize("kind", REFUSED)
 def test_c3_a_pickle_takes_no_more_memory_than_its_length_allows(
     kind: str, payload: dict[str, Any]
 ) -> None:
     def record(records: dict[str, bytes]) -> None:
         records[name_of(records, "data.pkl").replace("data.pkl", "data/evil")] = b"\xa5" * 32
 
-    forge(Path("evil.pt"), {**payload, "environment": {"x": MARK}}, GREEDY[kind], record)
+    forge(Path("evil.pt"), {**payload, "environment": {"x": MARK}}, REFUSED[kind], record)
     size = Path("evil.pt").stat().st_size
     with memory(256 * MIB + 8 * size):
         told = read_by("inspect", Path("evil.pt"))
