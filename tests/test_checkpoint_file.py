@@ -161,8 +161,11 @@ def test_ck1_no_damage_loads_or_raises_anything_else(path, data):
 
 
 def test_a_file_that_the_user_saved_anew_is_read(path):
+    saved(path)
+    assert file.is_sealed(path)
     edited = {"format": "ampctl", "version": 1, **payload(dtype="bfloat16")}
     torch.save(edited, path)
+    assert not file.is_sealed(path)
     assert file.read(path, None)["dtype"] == "bfloat16"
     assert "index.json" in refusal(path, ["0" * 64])
 

@@ -349,6 +349,18 @@ def test_a_step_file_that_the_index_does_not_know_is_ignored(tmp_path):
     assert load(tmp_path, notify=silent).payload["progress"]["step"] == 200
 
 
+@pytest.mark.parametrize("own", [{"run_id": "ours"}, {}])
+def test_a_file_that_says_of_no_run_is_told_where_the_index_is_lost(tmp_path, own):
+    saver = store(tmp_path)
+    saver.save({**payload(100), "environment": own}, step=100, metrics={})
+    (tmp_path / "environment.json").write_text('{"run_id": "ours"}')
+    (tmp_path / "checkpoints" / "index.json").unlink()
+    said: list[str] = []
+    assert [entry.step for entry in read_index(tmp_path, said.append)] == [100]
+    told = [line for line in said if "was saved by an older ampctl" in line]
+    assert len(told) == (0 if own else 1)
+
+
 @pytest.mark.parametrize(
     "content",
     [
