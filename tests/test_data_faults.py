@@ -258,5 +258,7 @@ def test_d11_a_sample_of_another_form_that_torch_takes_is_named(
     changes = [f"data.train.value={value}", f"data.micro_batch_size={micro}"]
     with pytest.raises(UsageError, match=rf"of data\.train, at \[0\], .*sample 5 is {form}"):
         check_recipe(load_recipe("r.yaml", changes))
-    with pytest.raises(UsageError, match=rf"sample 5 is {form}"):
-        worker.train(load_recipe("r.yaml", changes), run_dir=Path("run"), resume=False, quiet=True)
+    for workers in (0, 1):  # in a worker torch would cast it
+        again = load_recipe("r.yaml", [*changes, f"data.num_workers={workers}"])
+        with pytest.raises(UsageError, match=rf"sample 5 is {form}"):
+            worker.train(again, run_dir=Path(f"run-{workers}"), resume=False, quiet=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
 
 from ampctl.data.faults import FAULTS
 from ampctl.errors import AmpctlError, RecipeError, UsageError, first_of
@@ -76,6 +76,9 @@ class Collate:
 
         Raises UsageError for samples that cannot form one, or for a function that returns none.
         """
+        # In a worker torch casts all samples to the dtype of the first, without a word.
+        if self.keeps_order and get_worker_info() and (found := difference(samples, numbers)):
+            raise self._unlike(found)
         try:
             batch = self._function(samples)
         except FAULTS as fault:
@@ -97,19 +100,22 @@ class Collate:
                     raise error from error.__cause__
                 doing = f"making a batch of samples {listed(numbers)} failed"
                 raise failure(error, doing, "", self.key) from error
-            image = _IMAGE if "PIL." in found else ""
-            raise UsageError(
-                f"{self.key}: samples of {self._kind} cannot form a batch: {found}\n{image}"
-                "    Let the data set give samples of one form, of tensors, NumPy arrays, numbers "
-                "and texts; or set data.collate_fn to a function of your own that makes a batch of "
-                'a list of samples: "data.collate_fn={_target_: my_data.collate}"'
-            ) from error
+            raise self._unlike(found) from error
         if batch is None:
             raise UsageError(
                 f"{self._name}: returned None for samples {listed(numbers)} of {self.key}; it must "
                 "return the batch"
             )
         return batch
+
+    def _unlike(self, found: str) -> UsageError:
+        image = _IMAGE if "PIL." in found else ""
+        return UsageError(
+            f"{self.key}: samples of {self._kind} cannot form a batch: {found}\n{image}"
+            "    Let the data set give samples of one form, of tensors, NumPy arrays, numbers "
+            "and texts; or set data.collate_fn to a function of your own that makes a batch of "
+            'a list of samples: "data.collate_fn={_target_: my_data.collate}"'
+        )
 
 
 def listed(numbers: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -56,6 +57,8 @@ def require_sendable(batch: Any, key: str) -> Any:
             if value.requires_grad and not value.is_leaf:
                 why = "a tensor that gradients flow through: detach() it, or use torch.no_grad()"
                 break
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            continue
         elif not isinstance(value, str | bytes | int | float | None):
             try:
                 ForkingPickler.dumps(value)
