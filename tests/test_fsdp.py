@@ -207,6 +207,8 @@ def test_old_folders_are_removed_whole_and_nothing_temporary_is_left(saved: Path
     newest = saved / "checkpoints/step-00000003.dist"
     assert rows[-1]["size"] == sum(path.stat().st_size for path in newest.iterdir())
     assert not list((saved / "checkpoints").glob(".*"))
+    whole = load(saved, notify=print).payload["model"]
+    assert not any(weight.is_meta for weight in whole.values())
 
 
 def test_every_damage_is_found_and_the_folder_before_it_is_taken(saved: Path) -> None:
