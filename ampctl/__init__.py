@@ -32,6 +32,6 @@ def load_model(
     from ampctl.recipe.current_folder import closed_current_folder
 
     with closed_current_folder():
-        from ampctl.train import from_checkpoint  # torch is imported when it is needed
+        from ampctl.run import from_checkpoint
 
         return from_checkpoint.load_model(checkpoint, device=device, ema=ema, trust=trust)

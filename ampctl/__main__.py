@@ -2,25 +2,25 @@
 
 import sys
 
-from ampctl import surroundings
+from ampctl.launcher import streams
 from ampctl.recipe.current_folder import close_current_folder
 
 
 def main() -> None:
     """Run the command line."""
-    surroundings.require()
+    streams.require()
     close_current_folder()  # before anything is imported that is not Python's or ampctl's own
     import faulthandler
 
     from ampctl.cli import app, screen
-    from ampctl.distributed import early, member
+    from ampctl.distributed import launched, startup_signal
 
     if sys.argv[1:2] in (["train"], ["resume"]):
-        early.heed()
-    if member.is_rank():
+        startup_signal.heed()
+    if launched.is_rank():
         faulthandler.enable()
-        member.end_with_launcher()
-    with member.leaving_at_its_end(), screen.with_own_lines():
+        launched.end_with_launcher()
+    with launched.leaving_at_its_end(), screen.with_own_lines():
         app(prog_name="ampctl")
 
 

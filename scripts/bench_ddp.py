@@ -114,7 +114,7 @@ def by_ampctl(
     import bench_ddp  # not __main__: the recipe names it so
 
     from ampctl.recipe.load import parse_recipe
-    from ampctl.train import worker
+    from ampctl.run import worker
 
     text = RECIPE.format(
         dtype=dtype,

@@ -93,8 +93,8 @@ def measure(options: argparse.Namespace, *, asynchronous: bool) -> Measured:
     import bench_save  # not __main__: the recipe names it so
 
     from ampctl.recipe.load import parse_recipe
+    from ampctl.run import worker
     from ampctl.track.metrics import read_metrics
-    from ampctl.train import worker
 
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         run_dir = Path(folder) / "run"

@@ -98,8 +98,8 @@ def by_ampctl(dtype: str, dataset: str, steps: int) -> float:
     """Return microseconds a step, read from the times in ``metrics.jsonl``."""
     # Imported here, so that the process of the loop by hand holds nothing of ampctl.
     from ampctl.recipe.load import parse_recipe
+    from ampctl.run import worker
     from ampctl.track.metrics import read_metrics
-    from ampctl.train import worker
 
     loaded = parse_recipe(
         RECIPE.format(dtype=dtype, dataset=dataset, steps=steps + WARM_UP), where="bench"
@@ -210,9 +210,9 @@ LOG_INTERVAL, NUMERICS_STEPS = 10, 20
 def numerics(rounds: int) -> dict[str, float]:
     """Print and return what measuring every tenth step costs, and what the figures alone cost."""
     from ampctl.amp import gradients
-    from ampctl.build import build_job
+    from ampctl.builder.job import build_job
+    from ampctl.engine.step import train_step
     from ampctl.recipe.load import parse_recipe
-    from ampctl.step import train_step
 
     state = build_job(parse_recipe(NUMERICS, where="numerics")).state
     window = [(torch.randn(256, 512), torch.randint(0, 512, (256,)))]

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ampctl.distributed import failure
-from ampctl.distributed.member import LAUNCHER
+from ampctl.distributed.launched import LAUNCHER
 
 GRACE_S = 30
 """How long torchelastic lets ranks save after its SIGTERM."""

@@ -29,8 +29,8 @@ PRELOADED = [
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "ampctl.train.worker",
-    "ampctl.train.check",
+    "ampctl.run.worker",
+    "ampctl.doctor.check",
 ]
 
 _server = multiprocessing.get_context("forkserver")

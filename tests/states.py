@@ -11,15 +11,15 @@ from torch.nn import functional as F
 
 from ampctl.amp.precision import Precision
 from ampctl.amp.scaler import LossScaler
-from ampctl.buffers import BufferGuard
-from ampctl.ema import WeightAverage
-from ampctl.lr import FunctionSchedule, LearningRate
-from ampctl.optimizers import make_skippable
+from ampctl.engine.buffers import BufferGuard
+from ampctl.engine.ema import WeightAverage
+from ampctl.engine.learning_rate import FunctionSchedule, LearningRate
+from ampctl.engine.state import StepReport, TrainState
+from ampctl.engine.step import settle, train_step
+from ampctl.engine.updater import Updater
 from ampctl.recipe.schema import AmpConfig
-from ampctl.state import StepReport, TrainState
-from ampctl.step import settle, train_step
+from ampctl.state_dict.optimizers import make_skippable
 from ampctl.tasks import Classification, Task
-from ampctl.updater import Updater
 
 CPU = torch.device("cpu")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -20,9 +20,9 @@ from ampctl.amp.activations import Peaks
 from ampctl.errors import NumericsError
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
+from ampctl.run import worker
 from ampctl.tasks import Regression
 from ampctl.track.metrics import read_metrics
-from ampctl.train import worker
 
 RECIPE = """
 name: ramp

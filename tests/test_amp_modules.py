@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ampctl.amp.modules import set_module_dtypes
 from ampctl.errors import RecipeError
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
+from ampctl.run import worker
 
 
 class Watched(nn.Module):

@@ -12,11 +12,11 @@ import torch
 from processes import DEADLINE_S, read_events
 from test_resume_exact import RECIPE, STEPS, assert_same, last, train
 
-from ampctl import host_memory, plain
 from ampctl.checkpoint import disk, file
+from ampctl.engine.step import train_step
 from ampctl.errors import MachineError
-from ampctl.step import train_step
-from ampctl.train import loop, save
+from ampctl.run import loop, save
+from ampctl.state_dict import copies, host_memory
 
 ASYNCHRONOUS = "checkpoint.asynchronous=true"
 
@@ -183,7 +183,7 @@ def test_the_memory_of_the_first_copy_is_made_while_training_goes_on(
     run_dir = train("d", "checkpoint.every_steps=4", ASYNCHRONOUS)
     saved = last(run_dir)
     kept = {key: saved[key] for key in ("model", "optimizer", "ema")}
-    tensors = [tensor for _, tensor in plain._tensors(kept, "") if tensor.is_floating_point()]
+    tensors = [tensor for _, tensor in copies._tensors(kept, "") if tensor.is_floating_point()]
     assert made_in == ["host memory"] * len({tensor.data_ptr() for tensor in tensors})
     made_in.clear()
     train("e", "checkpoint.every_steps=4", "checkpoint.asynchronous=false")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ampctl.checkpoint.store import load
 from ampctl.errors import AmpctlError, CheckpointError, MachineError, RecipeError, UsageError
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
+from ampctl.run import worker
 
 RECIPE = """
 name: attacked

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from ampctl.distributed.attendance import Attendance, _place
 from ampctl.distributed.env import has_work
 from ampctl.distributed.failure import RankFailedError
 from ampctl.distributed.ranks import ALONE, Ranks
+from ampctl.distributed.watchdog import Attendance, _place
 from ampctl.errors import MachineError
 
 CLOSED = "[third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer [::1]:1"
@@ -97,9 +97,9 @@ def test_the_error_of_a_rank_that_ended_is_handed_on_with_its_code() -> None:
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A device of four that has work left as long as ``busy`` says so."""
     state = SimpleNamespace(busy=True, device=torch.device("cuda:3"))
-    monkeypatch.setattr("ampctl.distributed.attendance.use_device", lambda _: None)
+    monkeypatch.setattr("ampctl.distributed.watchdog.use_device", lambda _: None)
     monkeypatch.setattr(
-        "ampctl.distributed.attendance.has_work",
+        "ampctl.distributed.watchdog.has_work",
         lambda device: device == state.device and state.busy,
     )
     return state

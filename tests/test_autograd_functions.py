@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctl.amp.precision import choose_precision
-from ampctl.doctor.misfit import in_words
+from ampctl.doctor.check import check_recipe
+from ampctl.doctor.mismatch import in_words
 from ampctl.doctor.nonfinite import examine
 from ampctl.errors import UsageError
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
 from ampctl.tasks import as_task
-from ampctl.train.check import check_recipe
 
 HALVES = ("float16", "bfloat16")
 ROUGH = {"float32": 1e-6, "float16": 5e-3, "bfloat16": 4e-2}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ampctl.checkpoint.index import read_index
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
+from ampctl.run import worker
 
 NAN, INF = math.nan, math.inf
 FINE = [(0.9, 0.3), (0.8, 0.4)]

@@ -24,7 +24,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampctl.checkpoint import disk, file, lock, parts
+from ampctl.checkpoint import disk, file, lock, sharded
 from ampctl.checkpoint.abandoned import abandon_after
 from ampctl.checkpoint.index import Entry, read_index, write_index
 from ampctl.checkpoint.retention import ranked, retained
@@ -32,7 +32,7 @@ from ampctl.checkpoint.store import NoCheckpointError, Store, load
 from ampctl.checkpoint.verify import verify
 from ampctl.errors import CheckpointError, MachineError, UsageError
 from ampctl.monitor import is_better
-from ampctl.plain import nonfinite, snapshot
+from ampctl.state_dict.copies import nonfinite, snapshot
 
 KILLS = 15
 
@@ -320,7 +320,7 @@ def test_ck2_a_folder_that_is_in_the_way_leaves_the_one_being_written_alone(tmp_
     for folder in (path, disk.temporary(path)):
         folder.mkdir()
         (folder / "state.pt").touch()
-    parts.remove(path)
+    sharded.remove(path)
     assert names(tmp_path) == {disk.temporary(path).name}
 
 
@@ -678,7 +678,7 @@ def test_a_step_that_is_saved_anew_has_one_row_in_the_index(tmp_path):
 
 def test_a_run_that_is_never_still_is_told_after_some_tries(tmp_path, monkeypatch):
     saver = store(tmp_path, keep_last=1, keep_best=0)
-    read, steps = parts.read, itertools.count(100)
+    read, steps = sharded.read, itertools.count(100)
 
     def save() -> None:
         step = next(steps)
@@ -692,7 +692,7 @@ def test_a_run_that_is_never_still_is_told_after_some_tries(tmp_path, monkeypatc
         save()
         return read(*args, **kwargs)
 
-    monkeypatch.setattr(parts, "read", late)
+    monkeypatch.setattr(sharded, "read", late)
     with pytest.raises(CheckpointError, match="can be used"):
         load(tmp_path, notify=silent)
 

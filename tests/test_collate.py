@@ -17,12 +17,12 @@ from ampctl.data.collate import Collate
 from ampctl.data.loader import EvalData, MapData
 from ampctl.data.order import Order
 from ampctl.data.stream import StreamData
+from ampctl.doctor.check import check_recipe
 from ampctl.errors import UsageError
-from ampctl.own_code import as_text
 from ampctl.recipe import trust
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
-from ampctl.train.check import check_recipe
+from ampctl.recipe.own_code import as_text
+from ampctl.run import worker
 
 X = torch.zeros(3)
 RECIPE = """

@@ -19,7 +19,7 @@ from ampctl.recipe.current_folder import (
     open_current_folder,
 )
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
+from ampctl.run import worker
 
 RECIPE = """
 name: visit

@@ -17,11 +17,11 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from ampctl.data.loader import EvalData, MapData
 from ampctl.data.order import Order
 from ampctl.data.stream import StreamData
+from ampctl.doctor.check import check_recipe
 from ampctl.errors import AmpctlError, Problem, RecipeError, UsageError
-from ampctl.own_code import as_text
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
-from ampctl.train.check import check_recipe
+from ampctl.recipe.own_code import as_text
+from ampctl.run import worker
 
 pytestmark = pytest.mark.usefixtures("deadline")  # a lost fault is waited for without end
 EVERY = (0, 1, 2)

@@ -139,7 +139,7 @@ def _rank(
     resume: str,
     environment: dict[str, str],
 ) -> None:
-    from ampctl.train import worker
+    from ampctl.run import worker
 
     torch.set_num_threads(1)
     os.environ |= environment
@@ -157,7 +157,7 @@ def _rank(
 
 
 def one(run_dir: str, *overrides: str) -> dict[str, Any]:
-    from ampctl.train import worker
+    from ampctl.run import worker
 
     loaded = load_recipe("recipe.yaml", overrides)
     worker.train(loaded, run_dir=Path(run_dir), resume=False, quiet=True)

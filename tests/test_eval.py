@@ -22,14 +22,14 @@ from torch.nn import functional as F
 from typer.testing import CliRunner, Result
 
 import ampctl
-from ampctl.build import build_job
+from ampctl.builder.job import build_job
 from ampctl.checkpoint import disk, file
 from ampctl.cli import app
 from ampctl.errors import AmpctlError, CheckpointError
 from ampctl.recipe.load import load_recipe
 from ampctl.rng import seed_everything
+from ampctl.run import from_checkpoint, worker
 from ampctl.track.metrics import read_metrics
-from ampctl.train import from_checkpoint, worker
 
 TESTS = Path(__file__).parent
 EVERY_STEP = ("train.eval_every_steps=1", "train.max_epochs=1", "checkpoint.every_steps=1")

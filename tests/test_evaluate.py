@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctl.doctor.trace import Operation, Trace
+from ampctl.engine.evaluation import _means, evaluate
 from ampctl.tasks import Classification, as_task
-from ampctl.train.evaluate import _means, evaluate
 
 
 class Counted:

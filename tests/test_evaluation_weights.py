@@ -19,14 +19,14 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from ampctl import load_model
-from ampctl.boundary import Boundary
 from ampctl.cli import app
-from ampctl.ema import OptimizerAverage, WeightAverage
+from ampctl.engine.boundary import Boundary
+from ampctl.engine.ema import OptimizerAverage, WeightAverage
+from ampctl.engine.step import settle, train_step
 from ampctl.recipe.load import load_recipe
-from ampctl.step import settle, train_step
+from ampctl.run import worker
+from ampctl.run.init_from import build
 from ampctl.track.metrics import read_metrics
-from ampctl.train import worker
-from ampctl.train.init_from import build
 
 OWN = "optimizer={_target_: model_parts.TwoPoints, lr: 0.1}"
 NET = ("scheduler=null", "model={_target_: own_parts.Net, dropout: 0.0}")

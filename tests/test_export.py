@@ -25,7 +25,7 @@ from ampctl.checkpoint.export import export
 from ampctl.cli import app
 from ampctl.recipe import target
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
+from ampctl.run import worker
 
 TESTS = Path(__file__).parent
 

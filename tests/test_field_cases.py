@@ -18,11 +18,12 @@ from typer.testing import CliRunner
 
 from ampctl.cli import app
 from ampctl.data.move import to_device
+from ampctl.engine.learning_rate import TorchSchedule
 from ampctl.errors import CheckpointError, UsageError
-from ampctl.lr import TorchSchedule
 from ampctl.recipe.schema import AmpConfig
 from ampctl.schedules import Cosine
-from ampctl.tasks import Task, as_task
+from ampctl.tasks import Task
+from ampctl.tasks.task import as_task
 from ampctl.track.metrics import read_metrics
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")

@@ -21,16 +21,17 @@ from torch.nn import functional as F
 
 from ampctl import rng
 from ampctl.amp.modules import set_module_dtypes
-from ampctl.doctor.misfit import in_words
+from ampctl.doctor.mismatch import in_words
 from ampctl.doctor.nonfinite import Diagnosis, examine
 from ampctl.doctor.trace import Trace
+from ampctl.engine.state import TrainState
 from ampctl.errors import NumericsError, UsageError
-from ampctl.plain import nonfinite
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
-from ampctl.state import TrainState
-from ampctl.tasks import Regression, Task, as_task
-from ampctl.train import worker
+from ampctl.run import worker
+from ampctl.state_dict.copies import nonfinite
+from ampctl.tasks import Regression, Task
+from ampctl.tasks.task import as_task
 
 INF = math.inf
 X, Y = batches(1)[0]

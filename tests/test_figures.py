@@ -14,8 +14,8 @@ from torch import nn
 
 from ampctl.errors import NumericsError, PreemptedError
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
-from ampctl.train.speed import Speed
+from ampctl.run import worker
+from ampctl.run.speed import Speed
 
 
 class Leaves(Counted):
@@ -109,7 +109,7 @@ def test_d19_ranks_put_their_losses_together() -> None:
 
 
 def test_d19_only_steps_that_are_logged_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ampctl.train import loop
+    from ampctl.run import loop
 
     measured = []
     real = loop.train_step

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from typer.testing import CliRunner
 
 from ampctl import load_model
-from ampctl.checkpoint import parts
+from ampctl.checkpoint import sharded
 from ampctl.checkpoint.abandoned import abandon_after
 from ampctl.checkpoint.index import read_index, write_index
 from ampctl.checkpoint.links import point
@@ -38,8 +38,8 @@ from ampctl.checkpoint.store import load
 from ampctl.cli import app
 from ampctl.distributed.ranks import ALONE, Ranks, Writers
 from ampctl.distributed.shard import shard_
+from ampctl.engine.step import _step
 from ampctl.errors import CheckpointError, MachineError
-from ampctl.step import _step
 
 FSDP = "distributed.strategy=fsdp"
 DEEP = "model={_target_: test_fsdp.Deep}"
@@ -98,7 +98,7 @@ def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def last(run_dir: str) -> dict[str, Any]:
     """Read the newest checkpoint of a run, of either form, whole."""
     payload = load(Path(run_dir), notify=pytest.fail).payload
-    payload.pop(parts.PARTS, None)
+    payload.pop(sharded.PARTS, None)
     return payload
 
 
@@ -264,7 +264,7 @@ def test_a_full_disk_is_told_as_one(mount: Callable[[str], Path]) -> None:
         ranks(2, f"{disk}/a", FSDP)
     assert not list(disk.glob("a/checkpoints/.*"))
     cut = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-    fault = parts._fault(Path("a"), CheckpointException("write", {1: (cut, StackSummary())}))
+    fault = sharded._fault(Path("a"), CheckpointException("write", {1: (cut, StackSummary())}))
     assert f"{fault}".startswith("no room to write a, it seems: rank 1 could not")
 
 
@@ -288,7 +288,7 @@ def test_a_save_that_the_other_ranks_do_not_end_says_so(said: str, told: str) ->
             raise RuntimeError(said)
 
     with pytest.raises(MachineError) as raised:
-        parts.write_part(Path("a"), {}, cast(Writers, Lost()))
+        sharded.write_part(Path("a"), {}, cast(Writers, Lost()))
     assert f"{raised.value}".startswith(told)
 
 
@@ -316,7 +316,7 @@ def forged(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
     payload = torch.load(folder / "state.pt", weights_only=True)
     told = {"size": len(content), "sha256": file.digest(folder / name)}
-    payload[parts.PARTS][name] = told
+    payload[sharded.PARTS][name] = told
     file.write(folder / "state.pt", payload)
     disk.publish(disk.temporary(folder / "state.pt"), folder / "state.pt")
     for index in folder.parent.glob("index.json"):

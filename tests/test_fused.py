@@ -14,11 +14,11 @@ from states import DTYPES, spoil
 from test_resume_changes import RECIPE
 from torch.nn import functional as F
 
+from ampctl.engine.step import settle, train_step
 from ampctl.errors import RecipeError
 from ampctl.recipe.load import load_recipe
-from ampctl.step import settle, train_step
-from ampctl.train import worker
-from ampctl.train.init_from import build
+from ampctl.run import worker
+from ampctl.run.init_from import build
 
 COMPLEX = "model={_target_: model_parts.Complex}"
 TOKENS = ("data.train={_target_: own_parts.Tokens}", "data.eval={_target_: own_parts.Tokens}")

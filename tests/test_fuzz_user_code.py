@@ -24,7 +24,7 @@ from test_resume_exact import assert_same, last
 
 from ampctl.__main__ import main
 from ampctl.cli import screen
-from ampctl.distributed.member import heeded
+from ampctl.distributed.launched import heeded
 
 pytestmark = [
     pytest.mark.timeout(0),  # each case has a time limit of its own

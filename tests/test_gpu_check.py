@@ -17,8 +17,8 @@ import torch
 
 from ampctl.amp import gradients
 from ampctl.amp.scaler import LossScaler
-from ampctl.buffers import BufferGuard
-from ampctl.host_memory import HostMemory
+from ampctl.engine.buffers import BufferGuard
+from ampctl.state_dict.host_memory import HostMemory
 
 DEADLINE_S = 900
 SCRIPTS = Path(__file__).parents[1] / "scripts"

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctl.amp.scaler import LossScaler
+from ampctl.doctor.check import check_recipe
+from ampctl.engine.evaluation import evaluate
 from ampctl.errors import NumericsError, RecipeError
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
+from ampctl.run import worker
 from ampctl.tasks import as_task
-from ampctl.train import worker
-from ampctl.train.check import check_recipe
-from ampctl.train.evaluate import evaluate
 
 KINDS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

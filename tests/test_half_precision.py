@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from ampctl.doctor.check import check_recipe
 from ampctl.doctor.half_precision import HalfPrecisionError
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
-from ampctl.train.check import check_recipe
+from ampctl.run import worker
 
 RECIPE = """
 name: half

@@ -10,8 +10,8 @@ import pytest
 from processes import DEADLINE_S
 
 from ampctl.distributed.env import StopSignals
-from ampctl.distributed.heed import MOST_LOOKS, Heed
 from ampctl.distributed.ranks import ALONE, Ranks
+from ampctl.distributed.stop_signal import MOST_LOOKS, Heed
 
 
 class Together:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ampctl import host_memory
-from ampctl.host_memory import page_lock
+from ampctl.state_dict import host_memory
+from ampctl.state_dict.host_memory import page_lock
 
 
 @pytest.fixture

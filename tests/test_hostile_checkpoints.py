@@ -33,7 +33,7 @@ import ampctl
 from ampctl.cli import app
 from ampctl.errors import CheckpointError
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
+from ampctl.run import worker
 
 RECIPE = """
 name: attacked

@@ -23,8 +23,8 @@ from ampctl.checkpoint.store import Loaded, load
 from ampctl.cli import app, screen
 from ampctl.cli.inspection import difference_lines, lines_of, moved_rows
 from ampctl.recipe.load import load_recipe
+from ampctl.run import worker
 from ampctl.track.metrics import read_metrics
-from ampctl.train import worker
 
 TESTS = Path(__file__).parent
 

@@ -18,13 +18,13 @@ from test_resume_exact import last
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ampctl.doctor.check import check_recipe
+from ampctl.engine.evaluation import NoItemsError, evaluate
+from ampctl.engine.losses import forward_backward
 from ampctl.errors import UsageError
-from ampctl.losses import forward_backward
 from ampctl.recipe.load import load_recipe
-from ampctl.task import count_items
-from ampctl.tasks import Classification, LanguageModel, Regression, Task, Transformers, as_task
-from ampctl.train.check import check_recipe
-from ampctl.train.evaluate import NoItemsError, evaluate
+from ampctl.tasks import Classification, LanguageModel, Regression, Task, Transformers
+from ampctl.tasks.task import as_task, count_items
 
 CLASSES = 3
 

@@ -27,7 +27,7 @@ from ampctl.cli import app
 from ampctl.data.loader import MapData, TrainData
 from ampctl.data.order import Order
 from ampctl.data.stream import StreamData
-from ampctl.plain import nonfinite
+from ampctl.state_dict.copies import nonfinite
 
 TESTS = Path(__file__).parent
 STEPS = 12

@@ -25,7 +25,7 @@ from processes import Running, read_events, starting
 from test_kill_and_signals import RECIPE, TESTS, ampctl
 from test_resume_exact import assert_same
 
-from ampctl.checkpoint import parts
+from ampctl.checkpoint import sharded
 from ampctl.checkpoint.index import parse_index
 from ampctl.checkpoint.store import load
 
@@ -171,7 +171,7 @@ def check_what_is_left(run_dir: Path, at_least: int) -> None:
 def end_of(run_dir: Path) -> dict[str, Any]:
     """Return the newest checkpoint of a run, whole."""
     found = load(run_dir, notify=pytest.fail).payload
-    found.pop(parts.PARTS, None)
+    found.pop(sharded.PARTS, None)
     return found
 
 

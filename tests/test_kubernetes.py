@@ -26,9 +26,9 @@ from test_launch import RECIPE
 from test_slurm import free_port, program
 
 from ampctl.cli import app
-from ampctl.distributed import member
-from ampctl.distributed.plan import Options, with_variables
+from ampctl.distributed import launched
 from ampctl.errors import UsageError
+from ampctl.launcher.plan import Options, with_variables
 from ampctl.track.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ Pods = Callable[[int, int], dict[str, str]]
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith("PET_") or name in (*member.VARIABLES, "MASTER_ADDR", "MASTER_PORT"):
+        if name.startswith("PET_") or name in (*launched.VARIABLES, "MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.delenv(name)
 
 

@@ -11,10 +11,10 @@ from states import make_state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ampctl.engine.evaluation import evaluate
+from ampctl.engine.step import settle, train_step
 from ampctl.errors import UsageError
-from ampctl.step import settle, train_step
 from ampctl.tasks import Transformers
-from ampctl.train.evaluate import evaluate
 
 
 class Labelled(nn.Module):

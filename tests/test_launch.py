@@ -31,11 +31,13 @@ from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner, Result
 
 from ampctl.cli import app
-from ampctl.distributed import agent, failure, launch, member
+from ampctl.distributed import failure
+from ampctl.distributed import launched as member
 from ampctl.distributed.env import choose_device
-from ampctl.distributed.plan import Options, Plan, plan_for
 from ampctl.distributed.ranks import Ranks
 from ampctl.errors import MachineError, NumericsError, PreemptedError
+from ampctl.launcher import agent, launch
+from ampctl.launcher.plan import Options, Plan, plan_for
 from ampctl.recipe.load import load_recipe
 
 RECIPE = f"{SMALL}distributed: {{timeout_minutes: 0.05}}\n"
@@ -43,7 +45,8 @@ RECIPE = f"{SMALL}distributed: {{timeout_minutes: 0.05}}\n"
 STAND_IN = f"""#!{sys.executable}
 import json, os, signal, sys, time
 from ampctl import __main__, errors
-from ampctl.distributed import launch, member
+from ampctl.distributed import launched
+from ampctl.launcher import launch
 
 rank, restart = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 
@@ -56,7 +59,7 @@ def act(loaded, options, **others):
     words = [loaded.source, *loaded.overrides]
     what = json.load(open("plan.json"))[rank]
     run_dir = f"{{others['run_dir']}}"
-    write(f"told-{{restart}}", [words, run_dir, others["resume"], member.is_restarted()])
+    write(f"told-{{restart}}", [words, run_dir, others["resume"], launched.is_restarted()])
     write("env", {{name: os.environ[name] for name in ("OMP_NUM_THREADS", "MASTER_PORT")}})
     end = time.monotonic() + {DEADLINE_S}
     while time.monotonic() < end and not os.path.exists(f"env-{{1 - int(rank)}}"):
@@ -728,7 +731,7 @@ def test_a_rank_that_ends_well_does_so_as_a_program_but_is_not_torn_down() -> No
 import atexit, os, sys, threading, time
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
 from concurrent.futures import ThreadPoolExecutor
-from ampctl.distributed import member
+from ampctl.distributed import launched
 
 class Torn:
     def __del__(self): print("torn down")
@@ -737,7 +740,7 @@ torn, pool = Torn(), ThreadPoolExecutor(1)
 pool.submit(time.sleep, 0)
 atexit.register(print, "at exit")
 threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
-with member.leaving_at_its_end():
+with launched.leaving_at_its_end():
     sys.exit(CODE)
 """
     for code, ends, last in (("7", 7, "torn down\n"), ("None", 0, "")):

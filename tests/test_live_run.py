@@ -18,7 +18,7 @@ from processes import Running, read_events, starting
 from test_checkpoint_store import payload, silent, store
 from test_cli import RECIPE, TESTS, ampctl
 
-from ampctl.checkpoint import disk, file, lock, parts, verify
+from ampctl.checkpoint import disk, file, lock, sharded, verify
 from ampctl.checkpoint.store import load
 from ampctl.errors import CheckpointError
 
@@ -102,14 +102,14 @@ def test_what_a_run_gives_up_while_it_is_read_is_no_damage(
 
     save()
     save()
-    read = parts.read
+    read = sharded.read
 
     def late(path: Path, *args: Any, **kwargs: Any) -> Any:
         if path.resolve().name in ("step-00000100.pt", "step-00000101.pt"):
             save()
         return read(path, *args, **kwargs)
 
-    monkeypatch.setattr(parts, "read", late)
+    monkeypatch.setattr(sharded, "read", late)
     found = load(tmp_path / source, notify=silent)
     assert found.payload["progress"]["step"] == 102
     assert found.passed_over == ()
@@ -182,7 +182,7 @@ def test_what_is_looked_at_is_what_was_proved(
         return proved
 
     monkeypatch.setattr(file, "_check_bytes", late)
-    read = parts.read(tmp_path / "200.pt", [written.sha256], mmap=True)
+    read = sharded.read(tmp_path / "200.pt", [written.sha256], mmap=True)
     assert read["progress"]["step"] == 200
 
 

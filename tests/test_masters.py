@@ -13,8 +13,8 @@ from test_resume_exact import RECIPE, assert_same, last, resume, train
 from torch import Tensor, nn
 
 from ampctl.amp.masters import trainable_half, upcast_
-from ampctl.build import build_job
-from ampctl.doctor.precision_preflight import preflight
+from ampctl.builder.job import build_job
+from ampctl.doctor.precision_check import preflight
 from ampctl.errors import UsageError
 from ampctl.recipe.load import load_recipe
 from ampctl.track.metrics import read_metrics
@@ -122,7 +122,7 @@ def test_op1_without_it_the_parameters_are_named_with_the_remedy() -> None:
 def test_upcast_where_nothing_is_in_half_precision_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from ampctl.train import worker
+    from ampctl.run import worker
 
     loaded = load_recipe("recipe.yaml", ["amp.upcast=true", "train.max_epochs=1"])
     worker.train(loaded, run_dir=Path("a"), resume=False, quiet=False)
@@ -133,7 +133,7 @@ def test_upcast_where_nothing_is_in_half_precision_says_so(
 def test_the_precision_of_matrix_products_is_set_whatever_a_module_did(
     wanted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ampctl.train import worker
+    from ampctl.run import worker
 
     torch.set_float32_matmul_precision("medium" if wanted == "high" else "high")
     changes = [f"amp.matmul_precision={wanted}", "train.max_epochs=1"]
@@ -150,7 +150,7 @@ def test_the_precision_of_matrix_products_is_set_whatever_a_module_did(
 def test_reductions_in_half_precision_are_set_for_both_dtypes(
     allowed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ampctl.train import worker
+    from ampctl.run import worker
 
     matmul: Any = torch.backends.cuda.matmul
     changes = [f"amp.reduced_precision_reduction={allowed}", "train.max_epochs=1"]

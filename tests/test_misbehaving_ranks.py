@@ -18,8 +18,8 @@ from processes import read_events, starting
 from ampctl.distributed.ranks import Ranks
 from ampctl.errors import CheckpointError, MachineError
 from ampctl.recipe.load import load_recipe
-from ampctl.train.agreement import require_one_job
-from ampctl.train.worker import _as_first
+from ampctl.run.agreement import require_one_job
+from ampctl.run.worker import _as_first
 
 RECIPE = """\
 name: unruly

@@ -12,14 +12,14 @@ import torch
 from states import make_state, run
 from torch import nn
 
-from ampctl.doctor.misfit import in_words
+from ampctl.doctor.check import check_recipe
+from ampctl.doctor.mismatch import in_words
+from ampctl.engine.learning_rate import FunctionSchedule
+from ampctl.engine.updater import Updater
 from ampctl.errors import MachineError, UsageError
-from ampctl.lr import FunctionSchedule
 from ampctl.recipe.load import load_recipe
+from ampctl.run import worker
 from ampctl.tasks import as_task
-from ampctl.train import worker
-from ampctl.train.check import check_recipe
-from ampctl.updater import Updater
 
 RECIPE = """
 name: misfit

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from ampctl.cli import app
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
-from ampctl.train.init_from import build
+from ampctl.run import worker
+from ampctl.run.init_from import build
 
 FROZEN = "model={_target_: model_parts.Frozen}"
 TURNS = (

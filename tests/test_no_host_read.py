@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from ampctl.amp.activations import Peaks
 from ampctl.amp.scaler import LossScaler
-from ampctl.buffers import BufferGuard
 from ampctl.distributed.ranks import ALONE
-from ampctl.ema import WeightAverage
-from ampctl.lr import FunctionSchedule
+from ampctl.engine.buffers import BufferGuard
+from ampctl.engine.ema import WeightAverage
+from ampctl.engine.learning_rate import FunctionSchedule
+from ampctl.engine.step import _any, _leave_no_trace, _step, _unscale_and_clip
+from ampctl.engine.updater import Updater
 from ampctl.recipe.schema import AmpConfig
-from ampctl.step import _any, _leave_no_trace, _step, _unscale_and_clip
-from ampctl.updater import Updater
 
 CUDA = torch.device("cuda")
 

@@ -14,10 +14,10 @@ from test_resume_exact import assert_same, last
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ampctl.engine.evaluation import NoItemsError, evaluate
+from ampctl.engine.step import settle
 from ampctl.errors import UsageError
-from ampctl.step import settle
-from ampctl.task import as_task
-from ampctl.train.evaluate import NoItemsError, evaluate
+from ampctl.tasks.task import as_task
 
 
 class Choosy:

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint import filesystem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampctl.amp.precision import set_accuracy
-from ampctl.checkpoint import flight
-from ampctl.checkpoint.flight import Flight
+from ampctl.checkpoint import background_save
+from ampctl.checkpoint.background_save import Flight
 from ampctl.data.move import to_device
 from ampctl.distributed.env import use_device
-from ampctl.ema import WeightAverage
+from ampctl.engine.ema import WeightAverage
 from ampctl.recipe.schema import AmpConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -33,7 +33,7 @@ def test_e1_the_thread_that_writes_takes_the_device_of_its_rank(
     def noted(device: torch.device) -> None:
         taken.append((threading.current_thread().name, device))
 
-    monkeypatch.setattr(flight, "use_device", noted)
+    monkeypatch.setattr(background_save, "use_device", noted)
     third = torch.device("cuda:3")
     writer = Flight(True, third)
     writer.start(lambda: None)
@@ -55,7 +55,7 @@ def test_e1_the_device_of_a_rank_becomes_that_of_a_thread(
 def test_e1_parts_are_written_without_copies_ahead_over_a_stream(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from ampctl.checkpoint import parts
+    from ampctl.checkpoint import sharded
 
     made: list[dict[str, Any]] = []
 
@@ -75,7 +75,7 @@ def test_e1_parts_are_written_without_copies_ahead_over_a_stream(
 
     monkeypatch.setattr(filesystem, "FileSystemWriter", Noted)
     shards = {"model.weight": torch.arange(6.0)}
-    written = parts._write_parts(tmp_path / "x.dist", tmp_path / "parts", shards, Alone())  # type: ignore[arg-type]
+    written = sharded._write_parts(tmp_path / "x.dist", tmp_path / "parts", shards, Alone())  # type: ignore[arg-type]
     assert [options["per_thread_copy_ahead"] for options in made] == [0]
     assert len(written) == 2
 
@@ -153,7 +153,7 @@ def test_e4_the_average_of_many_weights_takes_three_kernels_on_a_gpu() -> None:
 def test_e4_a_large_model_is_averaged_in_pieces(
     most: int, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ampctl.ema._MOST_AT_ONCE", most)
+    monkeypatch.setattr("ampctl.engine.ema._MOST_AT_ONCE", most)
     with FakeTensorMode():
         with CUDA:
             model = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
@@ -177,7 +177,7 @@ def test_e4_both_ways_of_averaging_give_the_same(
             for parameter in model.parameters():
                 parameter.add_(1.0)
         with monkeypatch.context() as patch:
-            patch.setattr("ampctl.ema._is_one_pass", lambda _, answer=is_cpu: answer)
+            patch.setattr("ampctl.engine.ema._is_one_pass", lambda _, answer=is_cpu: answer)
             average.update(torch.tensor(skipped))
         averages.append(average.state_dict())
     for name, value in averages[0].items():

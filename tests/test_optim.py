@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampctl.engine.parameter_groups import describe_groups, parameter_groups
 from ampctl.errors import RecipeError, UsageError
 from ampctl.models import GPT, ConvNet
-from ampctl.optim import describe_groups, parameter_groups
-from ampctl.optimizers import needs_closure, refuse_closure
+from ampctl.state_dict.optimizers import needs_closure, refuse_closure
 
 
 class ScaleNorm(nn.Module):

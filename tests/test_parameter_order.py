@@ -12,9 +12,9 @@ from test_resume_changes import RECIPE
 from test_resume_exact import assert_same
 
 from ampctl.errors import CheckpointError
-from ampctl.load_state import load_optimizer
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
+from ampctl.run import worker
+from ampctl.state_dict.load import load_optimizer
 
 OTHER = "model={_target_: own_parts.OtherOrder}"
 ADAM = "optimizer={_target_: torch.optim.AdamW, lr: 0.01, groups: {'*norm*': {lr: 0.02}}}"

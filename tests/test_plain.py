@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from ampctl import host_memory
 from ampctl.errors import CheckpointError
-from ampctl.host_memory import HostMemory
-from ampctl.plain import copied_tensors, nonfinite, snapshot
+from ampctl.state_dict import host_memory
+from ampctl.state_dict.copies import copied_tensors, nonfinite, snapshot
+from ampctl.state_dict.host_memory import HostMemory
 
 
 class Colour(enum.Enum):

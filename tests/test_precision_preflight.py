@@ -26,18 +26,18 @@ from typer.testing import CliRunner
 
 from ampctl import rng
 from ampctl.amp.modules import set_module_dtypes
-from ampctl.build import build_job
+from ampctl.builder.job import build_job
 from ampctl.cli import app
 from ampctl.doctor.dry_run import traced_findings
 from ampctl.doctor.finding import MEANINGS, Finding, Target
-from ampctl.doctor.precision_preflight import preflight, static_findings
+from ampctl.doctor.precision_check import preflight, static_findings
+from ampctl.engine.learning_rate import FunctionSchedule
+from ampctl.engine.state import TrainState
+from ampctl.engine.step import train_step
+from ampctl.engine.updater import Updater
 from ampctl.errors import UsageError
-from ampctl.lr import FunctionSchedule
 from ampctl.recipe.load import load_recipe
-from ampctl.state import TrainState
-from ampctl.step import train_step
 from ampctl.tasks import as_task
-from ampctl.updater import Updater
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 

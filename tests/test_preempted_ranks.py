@@ -221,8 +221,8 @@ def test_a_signal_that_was_heeded_early_goes_on_to_the_run(folder: Path) -> None
     """The handler of the first seconds must not end a run that has begun to heed signals."""
     script = (
         "import os, signal\n"
-        "from ampctl.distributed import early\n"
-        "early.heed()\n"
+        "from ampctl.distributed import startup_signal\n"
+        "startup_signal.heed()\n"
         "from ampctl.distributed.env import StopSignals\n"
         "with StopSignals() as signals:\n"
         "    signals.training = True\n"

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctl.distributed import ranks
 from ampctl.distributed.ranks import ALONE, Ranks
+from ampctl.engine.state import TrainState
+from ampctl.engine.step import settle, train_step
 from ampctl.errors import NumericsError
 from ampctl.recipe.schema import AmpConfig
-from ampctl.state import TrainState
-from ampctl.step import settle, train_step
 from ampctl.tasks import as_task
 
 SIZE = 2

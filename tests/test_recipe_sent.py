@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ampctl.cli import app
-from ampctl.distributed import launch
-from ampctl.distributed.plan import refuse_shared_pipe
 from ampctl.errors import RecipeError, UsageError
+from ampctl.launcher import launch
+from ampctl.launcher.plan import refuse_shared_pipe
 from ampctl.recipe import reading
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.yaml_source import MAX_BYTES

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from ampctl.doctor.check import check_recipe
 from ampctl.recipe import builtin
 from ampctl.recipe.load import load_recipe
+from ampctl.run import worker
 from ampctl.track.metrics import read_metrics
-from ampctl.train import worker
-from ampctl.train.check import check_recipe
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -104,7 +104,7 @@ def test_digits_bf16_learns_without_a_scale(folder: Path) -> None:
 
 
 def test_python_gpt_has_a_real_size_and_decays_no_norm_or_bias() -> None:
-    from ampctl.build import build_job
+    from ampctl.builder.job import build_job
 
     job = build_job(load_recipe("python_gpt", ["train.device=cpu"]))
     assert 10e6 <= sum(p.numel() for p in job.state.bare.parameters()) <= 25e6

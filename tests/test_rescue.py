@@ -10,10 +10,10 @@ from signal import SIGTERM
 
 import pytest
 
-from ampctl.checkpoint.flight import Flight
-from ampctl.distributed import failure, pulse
-from ampctl.distributed.ear import Ear
+from ampctl.checkpoint.background_save import Flight
+from ampctl.distributed import failure, thread_activity
 from ampctl.distributed.env import StopSignals
+from ampctl.distributed.signal_listener import Ear
 from ampctl.errors import AmpctlError
 
 
@@ -42,12 +42,12 @@ def test_c9_a_signal_to_a_process_that_was_forked_off_is_no_signal_to_the_run() 
 def test_c9_what_works_gets_on_and_what_waits_does_not(
     code: str, still: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "_STILL_LOOKS", 20)
+    monkeypatch.setattr(thread_activity, "_STILL_LOOKS", 20)
     over = threading.Event()
     thread = threading.Thread(target=exec, args=(code, {"over": over}), daemon=True)
     thread.start()
     try:
-        one = pulse.Pulse()
+        one = thread_activity.Pulse()
         stopped = False
         for _ in range(40):
             stopped = stopped or one.has_stopped([thread])

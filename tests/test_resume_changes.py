@@ -12,10 +12,10 @@ import torch
 
 from ampctl import load_model
 from ampctl.errors import CheckpointError, RecipeError, UsageError
-from ampctl.optimizers import state_names
 from ampctl.recipe.load import load_recipe
+from ampctl.run import worker
+from ampctl.state_dict.optimizers import state_names
 from ampctl.track.metrics import read_metrics
-from ampctl.train import worker
 
 RECIPE = """
 name: changes

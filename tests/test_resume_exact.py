@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ampctl.recipe.load import load_recipe
+from ampctl.run import worker
 from ampctl.track.metrics import read_metrics
-from ampctl.train import worker
 
 RECIPE = """
 name: exact

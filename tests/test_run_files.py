@@ -26,15 +26,15 @@ import torch
 from hostile_files import MARK, call, forge, name_of, number, records_of, sealed, text, write
 from typer.testing import CliRunner, Result
 
-from ampctl.checkpoint import archive, parts
+from ampctl.checkpoint import archive, sharded
 from ampctl.checkpoint.opcodes import Budget, ForgedError, walk
-from ampctl.checkpoint.parts_index import read_metadata
+from ampctl.checkpoint.sharded_index import read_metadata
 from ampctl.cli import app
 from ampctl.errors import AmpctlError
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.yaml_source import parse_yaml
+from ampctl.run import worker
 from ampctl.track.metrics import MetricsFile, read_metrics
-from ampctl.train import worker
 
 RECIPE = """
 name: files
@@ -433,7 +433,7 @@ def test_c3_parts_that_claim_more_than_their_bytes_are_not_filled() -> None:
     folder.mkdir()
     payload = {"model": {"w": torch.empty(1 << 33, device="meta")}, "parts": {}}
     with memory(400 * MIB), pytest.raises(AmpctlError, match="larger than its parts"):
-        parts.fill(payload, folder)
+        sharded.fill(payload, folder)
 
 
 def directory(entries: int) -> bytes:

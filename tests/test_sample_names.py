@@ -9,10 +9,10 @@ import pytest
 import torch
 from test_ddp import RECIPE, TESTS, Samples, events, ranks
 
+from ampctl.doctor.check import check_recipe
 from ampctl.errors import NumericsError
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
-from ampctl.train.check import check_recipe
+from ampctl.run import worker
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from test_schedule_resume import RECIPE
 
+from ampctl.doctor.check import check_recipe
 from ampctl.errors import RecipeError
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
-from ampctl.train.check import check_recipe
+from ampctl.run import worker
 
 TORCH = "torch.optim.lr_scheduler"
 STEPS = 12

@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as lr
 from torch.optim.swa_utils import SWALR
 
-from ampctl import plain
+from ampctl.engine.learning_rate import FunctionSchedule, TorchSchedule
 from ampctl.errors import CheckpointError, RecipeError
-from ampctl.groups import group_values
-from ampctl.lr import FunctionSchedule, TorchSchedule
 from ampctl.recipe.load import load_recipe
+from ampctl.run import worker
 from ampctl.schedules import Cosine
+from ampctl.state_dict import copies
+from ampctl.state_dict.group_options import group_values
 from ampctl.track.metrics import read_metrics
-from ampctl.train import worker
 
 Make = Callable[..., Any]
 UPDATES = 24
@@ -153,7 +153,7 @@ def course(on: Optimizer, schedule: Any, updates: int) -> list[Any]:
 def saved(on: Optimizer, schedule: Any) -> tuple[Any, Any]:
     """Return both states as they are read from a checkpoint."""
     file = io.BytesIO()
-    torch.save((plain.snapshot(on.state_dict()), plain.snapshot(schedule.state_dict())), file)
+    torch.save((copies.snapshot(on.state_dict()), copies.snapshot(schedule.state_dict())), file)
     file.seek(0)
     states: tuple[Any, Any] = torch.load(file, weights_only=True)
     return states
@@ -256,7 +256,8 @@ def test_what_a_scheduler_writes_is_found_at_its_first_update_alone(
     """Rates may be tensors on a GPU, and comparing them waits for it."""
     on, schedule = built(lr.StepLR, 0.1, {"step_size": 3}, "tensor")
     course(on, schedule, 1)
-    monkeypatch.setattr("ampctl.lr.differing", lambda *_: pytest.fail("rates were compared"))
+    compared = "ampctl.engine.learning_rate.differing"
+    monkeypatch.setattr(compared, lambda *_: pytest.fail("rates were compared"))
     course(on, schedule, UPDATES)
 
 

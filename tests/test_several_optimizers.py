@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctl.amp.precision import cache_keeps_gradients
-from ampctl.build import build_job
+from ampctl.builder.job import build_job
+from ampctl.doctor.check import check_recipe
 from ampctl.doctor.trace import Operation, Trace
+from ampctl.engine.learning_rate import FunctionSchedule
+from ampctl.engine.rewind import Rewind
+from ampctl.engine.state import TrainState
+from ampctl.engine.updater import Updater
 from ampctl.errors import CheckpointError, RecipeError, UsageError
-from ampctl.lr import FunctionSchedule
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
-from ampctl.rewind import Rewind
-from ampctl.state import TrainState
+from ampctl.run import worker
 from ampctl.tasks import as_task
 from ampctl.track.metrics import read_metrics
-from ampctl.train import worker
-from ampctl.train.check import check_recipe
-from ampctl.updater import Updater
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from ampctl.buffers import BufferGuard
 from ampctl.doctor.trace import Operation, Trace
-from ampctl.lr import FunctionSchedule, LearningRate, TorchSchedule
+from ampctl.engine.buffers import BufferGuard
+from ampctl.engine.learning_rate import FunctionSchedule, LearningRate, TorchSchedule
+from ampctl.engine.state import TrainState
 from ampctl.recipe.schema import AmpConfig
 from ampctl.schedules import Cosine
-from ampctl.state import TrainState
 
 CLEAN_STEPS = 5
 

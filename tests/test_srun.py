@@ -15,9 +15,10 @@ from jobs import job
 from processes import Ended, Running, read_events
 from test_resume_exact import assert_same, last
 
-from ampctl.distributed import member, srun
-from ampctl.distributed.plan import Options
+from ampctl.distributed import launched
 from ampctl.errors import AmpctlError, MachineError, UsageError
+from ampctl.launcher import srun
+from ampctl.launcher.plan import Options
 
 RECIPE = """
 name: tasks
@@ -76,7 +77,7 @@ def mvapich(rank: int, size: int = 2) -> Variables:
 @pytest.fixture(autouse=True)
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(FOREIGN) or name in (*member.VARIABLES, "ENVIRONMENT"):
+        if name.startswith(FOREIGN) or name in (*launched.VARIABLES, "ENVIRONMENT"):
             monkeypatch.delenv(name)
     (folder / "recipe.yaml").write_text(RECIPE)
     shutil.copy(Path(__file__).with_name("own_parts.py"), folder)

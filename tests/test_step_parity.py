@@ -14,9 +14,9 @@ from states import DTYPES, Net, batches, make_state, run, spoil
 from torch import nn
 from torch.nn import functional as F
 
+from ampctl.engine.step import settle, train_step
 from ampctl.recipe.schema import AmpConfig
 from ampctl.schedules import Cosine
-from ampctl.step import settle, train_step
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, fused=False, foreach=False),

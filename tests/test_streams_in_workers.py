@@ -18,7 +18,7 @@ from ampctl.data.order import Order, deal
 from ampctl.data.stream import StreamData
 from ampctl.distributed.ranks import ALONE, Ranks
 from ampctl.errors import UsageError
-from ampctl.own_code import as_text
+from ampctl.recipe.own_code import as_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 SIZE = 23

@@ -14,10 +14,10 @@ from test_several_optimizers import recipe, resume, train
 from torch import Tensor
 from torch.nn import functional as F
 
+from ampctl.doctor.check import check_recipe
 from ampctl.errors import NumericsError, UsageError
 from ampctl.recipe.load import load_recipe
 from ampctl.track.metrics import read_metrics
-from ampctl.train.check import check_recipe
 
 __all__ = ["recipe"]  # a fixture
 

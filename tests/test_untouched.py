@@ -12,9 +12,9 @@ import torch
 from told import ampctl
 from told import recipe as recipe
 
+from ampctl.engine.step import settle, train_step
 from ampctl.recipe.load import load_recipe
-from ampctl.step import settle, train_step
-from ampctl.train.init_from import build
+from ampctl.run.init_from import build
 
 CHANGES = ("by hand", "no_grad", "replaces")
 IN_TURNS = (

@@ -26,7 +26,7 @@ from ampctl.checkpoint.verify import verify as examine
 from ampctl.cli import app, screen
 from ampctl.errors import CheckpointError, NumericsError
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
+from ampctl.run import worker
 
 TESTS = Path(__file__).parent
 NAME = "step-00000003.pt"
@@ -108,7 +108,7 @@ def test_nothing_is_built(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("something was built")
 
     monkeypatch.setattr("ampctl.recipe.target.build", refuse)
-    monkeypatch.setattr("ampctl.parts.build", refuse)
+    monkeypatch.setattr("ampctl.builder.parts.build", refuse)
     monkeypatch.setenv("XDG_STATE_HOME", f"{Path('nobody').absolute()}")  # nothing is trusted
     facts_of("a")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from test_resume_exact import RECIPE
 from typer.testing import CliRunner, Result
 
 from ampctl.cli import app
-from ampctl.train import proof, verdict, witness
+from ampctl.exactness import proof, verdict, witness
 
 TESTS = Path(__file__).parent
 STEPS = 6
@@ -53,6 +54,7 @@ def _forked(spec: Path, sent: str | None) -> tuple[int, str]:
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(f"{TESTS}")
     monkeypatch.setattr(proof, "_in_process", _forked)
+    multiprocessing.util.get_temp_dir()  # sockets lie in it, whose names must be short
     monkeypatch.setattr(tempfile, "tempdir", f"{folder / 'tmp'}")
     (folder / "tmp").mkdir()
     (folder / "recipe.yaml").write_text(RECIPE)

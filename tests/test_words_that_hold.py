@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from ampctl.cli import app
 from ampctl.doctor import remedy
-from ampctl.doctor.misfit import in_words
+from ampctl.doctor.mismatch import in_words
 from ampctl.doctor.nonfinite import Diagnosis
-from ampctl.lr import TorchSchedule
+from ampctl.engine.learning_rate import TorchSchedule
 from ampctl.recipe.schema import AmpConfig
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ampctl.checkpoint import disk, file
 from ampctl.cli import app
 from ampctl.recipe.load import load_recipe
-from ampctl.train import worker
+from ampctl.run import worker
 
 RECIPE = """
 name: wrong

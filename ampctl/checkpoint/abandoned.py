@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ampctl.checkpoint import disk, parts
+from ampctl.checkpoint import disk, sharded
 from ampctl.checkpoint.index import FOLDER, Entry, parse_index, read_index, write_index
 from ampctl.checkpoint.links import BEST, LATEST, SUFFIXES, point
 
@@ -34,7 +34,7 @@ def abandon_after(run_dir: Path, entry: Entry) -> list[str]:
         # run at one of them, and no file that it does not tell of.
         for other in reversed(later):
             aside = folder / f"{ABANDONED}{other.file}"
-            parts.remove(aside)  # of an earlier way: a folder is not replaced by another
+            sharded.remove(aside)  # of an earlier way: a folder is not replaced by another
             os.replace(folder / other.file, aside)
         if later:
             disk.sync_folder(folder)

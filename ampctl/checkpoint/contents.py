@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ampctl.checkpoint import parts
+from ampctl.checkpoint import sharded as parts
 from ampctl.checkpoint.store import Loaded
 from ampctl.errors import RecipeError, printable
-from ampctl.plain import nonfinite
 from ampctl.recipe.load import parse_recipe
-from ampctl.saved import place
+from ampctl.state_dict.checks import place
+from ampctl.state_dict.copies import nonfinite
 
 PARTS = ("model", "ema", "optimizer")
 """The keys of a checkpoint that are counted by themselves; what else there is, is the rest."""

@@ -29,13 +29,13 @@ from ampctl.checkpoint.contents import (
     word,
 )
 from ampctl.checkpoint.file import Passed, unseen
-from ampctl.checkpoint.foreign import SAFETENSORS
 from ampctl.checkpoint.index import FOLDER, INDEX
+from ampctl.checkpoint.other_formats import SAFETENSORS
 from ampctl.checkpoint.store import load
 from ampctl.errors import CheckpointError, MachineError, RecipeError, UsageError, first_of
-from ampctl.plain import nonfinite
 from ampctl.recipe.load import parse_recipe
-from ampctl.saved import place
+from ampctl.state_dict.checks import place
+from ampctl.state_dict.copies import nonfinite
 
 TORCH = ".pt"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -21,7 +21,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 
 from ampctl import files
-from ampctl.checkpoint import archive, disk, foreign
+from ampctl.checkpoint import archive, disk, other_formats
 from ampctl.checkpoint.opcodes import ForgedError
 from ampctl.errors import CheckpointError, MachineError, printable
 from ampctl.recipe.fault import is_out_of_memory
@@ -281,9 +281,9 @@ def _check_bytes(
         return True
     file.seek(0)
     head = file.read(9)
-    if foreign.is_safetensors(path, head, size):
+    if other_formats.is_safetensors(path, head, size):
         reason = "it is a safetensors file (weights alone), of which no run can go on"
-        raise ForeignFileError(path, reason, foreign.start_from(path))
+        raise ForeignFileError(path, reason, other_formats.start_from(path))
     if head.startswith(_BEFORE_ZIP):
         reason = "it has the format that torch.save had before 1.6, which cannot be examined"
         raise UnusableCheckpointError(path, reason, "load it and save it anew")
@@ -313,9 +313,9 @@ def _fingerprint(file: BufferedReader, size: int, passed: Passed) -> tuple[str, 
 def _check_content(path: Path, payload: Any) -> dict[str, Any]:
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         advice = "name a file that `ampctl train` saved"
-        if foreign.state_dict_in(payload) is not None:
-            advice = foreign.start_from(path)
-        raise ForeignFileError(path, f"it is {foreign.describe(payload)}", advice, payload)
+        if other_formats.state_dict_in(payload) is not None:
+            advice = other_formats.start_from(path)
+        raise ForeignFileError(path, f"it is {other_formats.describe(payload)}", advice, payload)
     version = payload.get("version")
     if isinstance(version, int) and version > VERSION:
         raise UnusableCheckpointError(

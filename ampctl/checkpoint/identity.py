@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ampctl import files
-from ampctl.checkpoint import file, parts
+from ampctl.checkpoint import file, sharded
 from ampctl.checkpoint.file import Passed, UnusableCheckpointError, unseen
 
 FOLDER = "checkpoints"
@@ -55,7 +55,7 @@ def read(
     lies elsewhere may have any name, and be a link.
     """
     is_in_run = path.absolute().parent.name == FOLDER and _STEP.search(path.name) is not None
-    payload = parts.read(path, digests, mmap=mmap, passed=passed, follow=not is_in_run)
+    payload = sharded.read(path, digests, mmap=mmap, passed=passed, follow=not is_in_run)
     place = Path(os.path.realpath(path))
     if digests is None and place.parent.name == FOLDER and (wrong := _objection(payload, place)):
         raise UnusableCheckpointError(path, wrong, file.NAME_ANOTHER)

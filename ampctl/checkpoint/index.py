@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ampctl import files
-from ampctl.checkpoint import disk, file, identity, parts
+from ampctl.checkpoint import disk, file, identity, sharded
 
 FOLDER = identity.FOLDER
 INDEX = "index.json"
@@ -52,7 +52,7 @@ def log_warning(message: str) -> None:
 
 def file_name(step: int, finite: bool, *, in_parts: bool = False) -> str:
     """Return the name of a step's file, or of its folder where ranks write it together."""
-    return f"step-{step:08d}{'' if finite else NONFINITE}{parts.SUFFIX if in_parts else '.pt'}"
+    return f"step-{step:08d}{'' if finite else NONFINITE}{sharded.SUFFIX if in_parts else '.pt'}"
 
 
 def step_files(folder: Path) -> list[Path]:
@@ -103,7 +103,7 @@ def parse_index(folder: Path) -> list[Entry] | None:
             # A name is saved anew after going back in a run. Both rows stand until the new file has
             # the name; the old one holds if a kill came before.
             with suppress(OSError):  # of a run under way, which has given it up meanwhile
-                if parts.digest(folder / row.file) != row.sha256:
+                if sharded.digest(folder / row.file) != row.sha256:
                     continue
             del entries[row.file]
         entries[row.file] = row
@@ -167,8 +167,8 @@ def _examine(path: Path, notify: Notify) -> Entry | None:
     return Entry(
         file=path.name,
         step=int(path.name[len("step-") :].split(".")[0]),
-        size=parts.size(path),
-        sha256=parts.digest(path),
+        size=sharded.size(path),
+        sha256=sharded.digest(path),
         metrics=metrics if isinstance(metrics, dict) else {},
         finite=NONFINITE not in path.name,
         time=facts.st_mtime,

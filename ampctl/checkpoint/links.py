@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 from ampctl import files
-from ampctl.checkpoint import disk, parts
+from ampctl.checkpoint import disk, sharded
 from ampctl.checkpoint.index import FOLDER
 from ampctl.errors import CheckpointError, printable
 
 LATEST = "latest"
 BEST = "best"
-SUFFIXES = (".pt", parts.SUFFIX)
+SUFFIXES = (".pt", sharded.SUFFIX)
 
 _MOST_LINKS = 40
 

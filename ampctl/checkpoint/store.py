@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ampctl.checkpoint import disk, file, identity, links, parts
+from ampctl.checkpoint import disk, file, identity, links, sharded
+from ampctl.checkpoint.background_save import Flight, Saved
 from ampctl.checkpoint.file import Passed, UnusableCheckpointError, unseen
-from ampctl.checkpoint.flight import Flight, Saved
 from ampctl.checkpoint.index import (
     FOLDER,
     NONFINITE,
@@ -32,12 +32,12 @@ from ampctl.checkpoint.index import (
     read_index,
     write_index,
 )
-from ampctl.checkpoint.no_run import nothing_saved
 from ampctl.checkpoint.retention import newest, ranked, retained
+from ampctl.checkpoint.without_run import nothing_saved
 from ampctl.distributed.ranks import Writers
 from ampctl.errors import CheckpointError, MachineError, first_of
 from ampctl.monitor import Mode
-from ampctl.plain import nonfinite
+from ampctl.state_dict.copies import nonfinite
 
 _TRIES = 20
 """How often a checkpoint is looked for that the run which saves it has given up meanwhile."""
@@ -184,7 +184,7 @@ class Store:
             written = file.write(path, payload)
         else:
             assert self._writers is not None, "a sharded state has several ranks"
-            written = parts.write(path, payload, shards, self._writers)
+            written = sharded.write(path, payload, shards, self._writers)
         entry = Entry(
             file=path.name,
             step=step,
@@ -200,7 +200,7 @@ class Store:
             if all(e.file != entry.file for e in present):
                 # A kill between index and unlink leaves a file that no row tells of: under the row
                 # of the new file it would pass for damaged.
-                parts.remove(path)
+                sharded.remove(path)
             write_index(self._folder, [*present, entry])
             disk.publish(disk.temporary(path), path)
             self._entries = [*(e for e in present if e.file != entry.file), entry]
@@ -215,7 +215,7 @@ class Store:
     def _prove(self, path: Path, entry: Entry) -> None:
         """Read the first file back, before an older one is given up for it."""
         if not self._proved:
-            parts.read(path, [entry.sha256], mmap=True)
+            sharded.read(path, [entry.sha256], mmap=True)
             self._proved = True
 
     def _tidy(self, *, is_current: bool) -> None:
@@ -274,7 +274,7 @@ def _load_at_last(
     source: Path, notify: Notify, *, in_parts: bool, look: bool, passed: Passed
 ) -> Loaded:
     """Load what is there at one time: anew, when a run that saves has given up what was tried."""
-    is_run = os.path.isdir(source) and not parts.is_folder(source)
+    is_run = os.path.isdir(source) and not sharded.is_folder(source)
     is_checkpoints = source.name == FOLDER and not os.path.isdir(source / FOLDER)
     run_dir = source.parent if is_checkpoints else source
     if is_run:
@@ -293,7 +293,7 @@ def _load_at_last(
             how = (look, passed)
             found = _load_newest(run_dir, told.append, *how) if is_run else _load_one(source, *how)
             if not in_parts:
-                parts.fill(found.payload, found.path)
+                sharded.fill(found.payload, found.path)
         except (CheckpointError, OSError):
             if not tries_left or there() == before:
                 raise
@@ -334,7 +334,7 @@ def _load_one(source: Path, look: bool, passed: Passed) -> Loaded:
     path = links.followed(source)  # latest and best are links
     index = parse_index(path.parent) or []
     entry = next((e for e in index if e.file == path.name), None)
-    named = path if parts.is_folder(path) else source
+    named = path if sharded.is_folder(path) else source
     digests = [entry.sha256] if entry else None
     payload = identity.read(named, digests, mmap=look, passed=passed)
     if not look and (NONFINITE in path.name or (entry and not entry.finite)):

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctl.checkpoint import file, identity, parts
+from ampctl.checkpoint import file, identity, sharded
 from ampctl.checkpoint.abandoned import ABANDONED
+from ampctl.checkpoint.consistency import abandoned_files, links_of, missing_files
 from ampctl.checkpoint.contents import (
     Facts,
     fact,
@@ -37,13 +38,12 @@ from ampctl.checkpoint.index import (
     step_files,
 )
 from ampctl.checkpoint.links import followed, require_own_folders
-from ampctl.checkpoint.no_run import nothing_saved
 from ampctl.checkpoint.store import NoCheckpointError
-from ampctl.checkpoint.whereabouts import abandoned_files, links_of, missing_files
+from ampctl.checkpoint.without_run import nothing_saved
 from ampctl.errors import CheckpointError, RecipeError, first_of, printable
-from ampctl.lacking import lacking
-from ampctl.plain import nonfinite
 from ampctl.recipe.load import parse_recipe
+from ampctl.state_dict.copies import nonfinite
+from ampctl.state_dict.required import lacking
 
 INTACT = "intact"
 SET_ASIDE = "set aside"
@@ -89,7 +89,7 @@ def verify(source: Path, *, passed: Passed = unseen) -> Facts:
     except OSError as error:
         reason = f"it cannot be opened ({error.strerror})"
         raise UnusableCheckpointError(source, reason, file.NAME_ANOTHER) from error
-    if not is_folder or parts.is_folder(source):
+    if not is_folder or sharded.is_folder(source):
         return _one(source, passed)
     is_checkpoints = source.name == FOLDER and not (source / FOLDER).is_dir()
     folder = source if is_checkpoints else source / FOLDER
@@ -113,7 +113,7 @@ def _one(source: Path, passed: Passed) -> Facts:
         path = followed(source)  # latest and best are links
         index = parse_index(path.parent) or []
         entry = next((e for e in index if e.file == path.name), None)
-        named = path if parts.is_folder(path) else source
+        named = path if sharded.is_folder(path) else source
         found = [_examine(named, entry, passed)]
         problems = [f"{v.file}: {v.reason}" for v in found if v.verdict != INTACT]
         if not problems or not tries_left or Path(os.path.realpath(source)) == path:
@@ -219,7 +219,7 @@ def _examine(path: Path, entry: Entry | None, passed: Passed) -> Verdict:
     try:
         digests = [entry.sha256] if entry else None
         payload = identity.read(path, digests, mmap=True, passed=passed)
-        proof = "SHA-256" if entry or file.is_sealed(parts.main_file(path)) else "CRC-32"
+        proof = "SHA-256" if entry or file.is_sealed(sharded.main_file(path)) else "CRC-32"
         step = payload["progress"].get("step")
         verdict, reason = _content(payload, path, entry)
     except UnusableCheckpointError as error:
@@ -238,7 +238,7 @@ def _examine(path: Path, entry: Entry | None, passed: Passed) -> Verdict:
 def _size(path: Path) -> int:
     """Return the bytes of a checkpoint; 0 if it is gone or cannot be looked at."""
     with suppress(OSError):
-        return parts.size(path)
+        return sharded.size(path)
     return 0
 
 
@@ -253,8 +253,8 @@ def _content(payload: dict[str, Any], path: Path, entry: Entry | None) -> tuple[
         return UNUSABLE, printable(f"its recipe cannot be read ({first[:200]})")
     if entry is not None and payload["progress"]["step"] != entry.step:
         return UNUSABLE, f"it is of step {payload['progress']['step']}, not {entry.step}"
-    if parts.is_folder(path):
-        parts.fill(payload, path)
+    if sharded.is_folder(path):
+        sharded.fill(payload, path)
     tensors = dict(named_tensors(payload))
     strange = [name for name, tensor in tensors.items() if not _has_values(tensor)]
     if strange:

@@ -23,9 +23,9 @@ from ampctl.cli.options import (
     RdzvId,
     Trust,
 )
-from ampctl.distributed import launch
-from ampctl.distributed.plan import Options
 from ampctl.errors import UsageError
+from ampctl.launcher import launch
+from ampctl.launcher.plan import Options
 
 
 class Dtype(StrEnum):

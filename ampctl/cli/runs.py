@@ -24,9 +24,9 @@ from ampctl.cli.options import (
     RunDir,
     Trust,
 )
-from ampctl.distributed import launch
-from ampctl.distributed.plan import Options, refuse_shared_pipe
 from ampctl.errors import UsageError
+from ampctl.launcher import launch
+from ampctl.launcher.plan import Options, refuse_shared_pipe
 
 
 class Resume(StrEnum):
@@ -136,7 +136,7 @@ def check(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = F
         from ampctl.recipe.load import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
-        from ampctl.train.check import check_recipe
+        from ampctl.doctor.check import check_recipe
 
         facts = check_recipe(loaded)
         shown = {name: value for name, value in facts.items() if name != "findings"}

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import typer
 
-from ampctl.distributed import failure, member
+from ampctl.distributed import failure, launched
 from ampctl.errors import AmpctlError, InterruptedRunError, MachineError, in_full
-from ampctl.own_code import as_exception, as_text
 from ampctl.recipe.fault import memory_told
+from ampctl.recipe.own_code import as_exception, as_text
 from ampctl.track.console import silence
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def told() -> Iterator[None]:
             warn("interrupted")
         raise typer.Exit(InterruptedRunError.exit_code) from None
     except Exception as error:
-        if not member.is_rank():
+        if not launched.is_rank():
             raise
         if failure.record(error):
             warn(as_text(error))

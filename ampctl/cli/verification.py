@@ -82,7 +82,7 @@ def _resume(source: str, overrides: Sequence[str], steps: int | None, as_json: b
             f"`ampctl verify {as_argument(source)}` examines what is saved; a run has its recipe "
             "in recipe.yaml"
         )
-    from ampctl.train import proof
+    from ampctl.exactness import proof
 
     notify = screen.warn if sys.stderr.isatty() else _unheard
     facts = proof.prove(source, overrides, steps=steps or proof.STEPS, notify=notify)

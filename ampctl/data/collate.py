@@ -13,9 +13,9 @@ from torch.utils.data import default_collate, get_worker_info
 
 from ampctl.data.faults import FAULTS
 from ampctl.errors import AmpctlError, RecipeError, UsageError, first_of
-from ampctl.own_code import as_exception, own_frames
 from ampctl.recipe.fault import failure
 from ampctl.recipe.load import LoadedRecipe
+from ampctl.recipe.own_code import as_exception, own_frames
 from ampctl.recipe.schema import TARGET
 from ampctl.recipe.target import build, is_class, locate
 

@@ -6,8 +6,8 @@ from asyncio import CancelledError
 from typing import NoReturn
 
 from ampctl.errors import AmpctlError
-from ampctl.own_code import as_exception
 from ampctl.recipe.fault import failure, is_out_of_memory, out_of_memory, users_lines
+from ampctl.recipe.own_code import as_exception
 
 FAULTS = (Exception, SystemExit, CancelledError)
 """What the code of a data set raises by mistake; a ``SystemExit`` would end a worker in silence."""

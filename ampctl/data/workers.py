@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ampctl import torch_private
-from ampctl.distributed.member import STOPPING
+from ampctl.distributed.launched import STOPPING
 from ampctl.environment import usable_cores
 from ampctl.errors import AmpctlError, UsageError
-from ampctl.own_code import InWorker, carried, frames_as_text
+from ampctl.recipe.own_code import InWorker, carried, frames_as_text
 
 _MOST_PER_CORE, _ALWAYS_ALLOWED = 16, 64
 

@@ -10,9 +10,9 @@ from types import FrameType
 
 import torch
 
-from ampctl.distributed import early, failure, member
-from ampctl.distributed.ear import Ear
+from ampctl.distributed import failure, launched, startup_signal
 from ampctl.distributed.ranks import ALONE, Ranks
+from ampctl.distributed.signal_listener import Ear
 from ampctl.errors import (
     AmpctlError,
     InterruptedRunError,
@@ -36,7 +36,7 @@ def choose_device(wanted: str, ranks: Ranks = ALONE) -> torch.device:
         wanted = next(kind for kind in _KINDS if _count(kind))
     if ranks.size > 1 and wanted in ("cuda", "xpu"):
         # A scheduler may show each rank its own device alone; torchrun shows all to all of them.
-        is_own = _count(wanted) == 1 and not member.is_of_torchrun()
+        is_own = _count(wanted) == 1 and not launched.is_of_torchrun()
         wanted = f"{wanted}:{0 if is_own else ranks.local_rank}"
     elif ranks.num_on_machine > 1 and is_one_accelerator(wanted):
         raise one_for_several(wanted, f"{ranks.num_on_machine} ranks are on this machine")
@@ -135,8 +135,8 @@ class StopSignals:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in (*member.heeded(), signal.SIGINT):
-            self._previous[number] = early.replaced(signal.signal(number, self._receive))
+        for number in (*launched.heeded(), signal.SIGINT):
+            self._previous[number] = startup_signal.replaced(signal.signal(number, self._receive))
         self._ear.open(self._previous.keys())
         return self
 
@@ -147,7 +147,7 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        if self.training and member.speaks_on_terminal() and os.isatty(2):
+        if self.training and launched.speaks_on_terminal() and os.isatty(2):
             with suppress(OSError):  # the terminal may be gone
                 os.write(2, b"\nstopping after this step; press Ctrl-C to leave at once\n")
         previous = self._previous.get(self.received)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ampctl.distributed.member import LAUNCHER
+from ampctl.distributed.launched import LAUNCHER
 from ampctl.errors import (
     AmpctlError,
     InterruptedRunError,
@@ -27,7 +27,7 @@ from ampctl.errors import (
     PreemptedError,
     in_full,
 )
-from ampctl.own_code import as_text
+from ampctl.recipe.own_code import as_text
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

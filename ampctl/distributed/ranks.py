@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ampctl.distributed.address import interface_of, towards
-from ampctl.distributed.meet import Meeting, meet
+from ampctl.distributed.rendezvous import Meeting, meet
 from ampctl.errors import MachineError, NumericsError
 
 T = TypeVar("T")

@@ -29,14 +29,14 @@ from ampctl.data.move import tensors
 from ampctl.doctor.finding import REFUSED_REMEDY, Finding, Target
 from ampctl.doctor.float16_constants import Constants
 from ampctl.doctor.trace import Trace, place
+from ampctl.engine.losses import backward_passes
+from ampctl.engine.passes import NoGradientError
+from ampctl.engine.state import TrainState
+from ampctl.engine.updater import Updater
 from ampctl.errors import AmpctlError, first_of
-from ampctl.layout import changes, layout
-from ampctl.losses import backward_passes
-from ampctl.passes import NoGradientError
 from ampctl.recipe.schema import block_key
-from ampctl.state import TrainState
-from ampctl.task import Task
-from ampctl.updater import Updater
+from ampctl.state_dict.layout import changes, layout
+from ampctl.tasks.task import Task
 
 _REFUSAL = "unsafe to autocast"
 _HIDES_PARAMETERS = "CheckpointFunctionBackward"  # reentrant: its own graph is made in the backward

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from ampctl.state import TrainState
+from ampctl.engine.state import TrainState
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {

@@ -23,9 +23,9 @@ from ampctl.doctor.replay import (
     unchanged,
 )
 from ampctl.doctor.torch_errors import Steps, innermost_module
+from ampctl.engine.state import TrainState
 from ampctl.errors import UsageError
 from ampctl.recipe.fault import own_place
-from ampctl.state import TrainState
 
 # Of errors without any of these, another run of somebody's code would tell nothing.
 _SPEAKS_OF_DTYPES = re.compile(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ampctl.build import Job
+from ampctl.builder.job import Job
 from ampctl.data.loader import MapData
 from ampctl.data.order import Order, deal
 from ampctl.doctor.dry_run import traced_findings

@@ -27,8 +27,8 @@ from ampctl.doctor.replay import (
     unchanged,
     without_scale,
 )
+from ampctl.engine.state import TrainState
 from ampctl.errors import first_of
-from ampctl.state import TrainState
 
 # Trained weights hardly ever pass this; those of a run that diverges do so within a few steps.
 _GROWN = 1e3

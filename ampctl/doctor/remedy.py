@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
+from ampctl.engine.state import TrainState
+from ampctl.engine.updater import Updater
 from ampctl.recipe.schema import block_key
-from ampctl.state import TrainState
-from ampctl.updater import Updater
 
 
 def scale_can_fall(state: TrainState) -> bool:

@@ -20,8 +20,8 @@ from ampctl.amp.modules import set_module_dtypes
 from ampctl.amp.scaler import LossScaler
 from ampctl.data.move import tensors
 from ampctl.doctor.watch import Event, Watch
-from ampctl.losses import forward_backward
-from ampctl.state import TrainState
+from ampctl.engine.losses import forward_backward
+from ampctl.engine.state import TrainState
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ampctl import rng
-from ampctl.build import Job
+from ampctl.builder.job import Job
 from ampctl.doctor.finding import Finding
+from ampctl.engine.learning_rate import follows_metric
+from ampctl.engine.updater import Updater, build_schedule
 from ampctl.errors import RecipeError
-from ampctl.groups import stand_in
-from ampctl.lr import follows_metric
 from ampctl.recipe.keys import child
 from ampctl.recipe.schema import TARGET, Block, block_key, by_name
 from ampctl.recipe.target import failure_of
-from ampctl.updater import Updater, build_schedule
+from ampctl.state_dict.group_options import stand_in
 
 _MOST_TRIED = 1_000_000
 """So many rates are computed, which takes ten seconds; of a longer run they are the first ones."""

@@ -12,16 +12,17 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ampctl import plain, rng
-from ampctl.build import Job
-from ampctl.groups import Values, group_values, stand_in
-from ampctl.lr import follows_metric
+from ampctl import rng
+from ampctl.builder.job import Job
+from ampctl.engine.learning_rate import follows_metric
+from ampctl.engine.updater import Updater, build_schedule
 from ampctl.recipe.arguments import parameters_of
 from ampctl.recipe.keys import child
 from ampctl.recipe.schema import TARGET, block_key, by_name
 from ampctl.recipe.target import locate
-from ampctl.saved import are_same
-from ampctl.updater import Updater, build_schedule
+from ampctl.state_dict import copies
+from ampctl.state_dict.checks import are_same
+from ampctl.state_dict.group_options import Values, group_values, stand_in
 
 
 def set_by_schedule(job: Job) -> dict[str, str]:
@@ -48,7 +49,7 @@ def _of(job: Job, updater: Updater) -> Iterator[tuple[str, str]]:
         """Return what the groups and the schedule hold of such values: all that comes of them."""
         on = stand_in(updater.optimizer, values)
         schedule = build_schedule(job.loaded, at, block, on, job.total_steps)
-        return [group_values(on), plain.snapshot(dict(schedule.state_dict()))]
+        return [group_values(on), copies.snapshot(dict(schedule.state_dict()))]
 
     bare = updater.learning_rate.bare
     as_it_is = made(bare)

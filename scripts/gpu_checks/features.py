@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
 from ampctl.recipe.load import parse_recipe
-from ampctl.train import worker
+from ampctl.run import worker
 from gpu_checks import parts
 from gpu_checks.check import (
     Check,

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from ampctl.build import build_job
+from ampctl.builder.job import build_job
+from ampctl.engine.state import StepReport, TrainState
+from ampctl.engine.step import settle, train_step
 from ampctl.recipe.load import LoadedRecipe, parse_recipe
-from ampctl.state import StepReport, TrainState
-from ampctl.step import settle, train_step
 
 Block = Mapping[str, Any]
 Batch = tuple[Tensor, Tensor]

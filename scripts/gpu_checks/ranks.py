@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from ampctl.checkpoint import disk
-from ampctl.checkpoint import parts as sharded
+from ampctl.checkpoint import disk, sharded
 from ampctl.distributed.ranks import ALONE, Writers
 from ampctl.distributed.shard import shard_, whole
-from ampctl.host_memory import HostMemory
-from ampctl.plain import snapshot
+from ampctl.state_dict.copies import snapshot
+from ampctl.state_dict.host_memory import HostMemory
 from gpu_checks import parts
 from gpu_checks.check import Check, CheckSkipped, Finding, Setup, first_difference, require
 from gpu_checks.processes import DEADLINE_S, end, kill_after, said, start

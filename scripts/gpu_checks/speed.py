@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ampctl.engine.step import train_step
 from ampctl.models import GPT
-from ampctl.step import train_step
 from gpu_checks import parts
 from gpu_checks.check import Check, Finding, Setup
 from gpu_checks.parts import Batch

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import ampctl
-from ampctl.host_memory import HostMemory
+from ampctl.engine.state import TrainState
+from ampctl.engine.step import train_step
 from ampctl.models import GPT
-from ampctl.plain import copied_tensors, snapshot
-from ampctl.state import TrainState
-from ampctl.step import train_step
+from ampctl.state_dict.copies import copied_tensors, snapshot
+from ampctl.state_dict.host_memory import HostMemory
 from gpu_checks import parts
 from gpu_checks.check import (
     CheckFailed,

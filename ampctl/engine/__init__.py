@@ -1,0 +1,1 @@
+"""One training step: its passes, gradients and optimizers, and the state that they change."""

@@ -1,0 +1,1 @@
+"""One training run in one process: its loop, its evaluations, its folder, its checkpoints."""

@@ -1,1 +1,0 @@
-"""The training run: its loop, its evaluation, its folder."""
