@@ -16,7 +16,7 @@ def main() -> None:
     from ampctl.distributed import launched, startup_signal
 
     if sys.argv[1:2] in (["train"], ["resume"]):
-        startup_signal.heed()
+        startup_signal.handle()
     if launched.is_rank():
         faulthandler.enable()
         launched.end_with_launcher()

@@ -13,7 +13,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_on_gpu_by_reading.py test_skip_leaves_no_trace.py",
         "test_evaluation_weights.py test_attacks.py test_several_optimizers.py",
     ),
-    "lr": ("test_schedule_resume.py", "test_resume_changes.py"),
+    "learning_rate": ("test_schedule_resume.py", "test_resume_changes.py"),
     "order": ("test_data_loading.py", "test_attacks.py"),
     "store": (
         "test_checkpoint_store.py test_asynchronous_save.py",

@@ -175,7 +175,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     opened: list[dict[str, Any]] = []
     job(monkeypatch)
     monkeypatch.setattr(ranks, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
-    monkeypatch.setattr(ranks, "meet", lambda store, *_, **__: ranks.Meeting(store, "", 1))
+    monkeypatch.setattr(ranks, "meet", lambda store, *_, **__: ranks.Rendezvous(store, "", 1))
     monkeypatch.setattr(
         dist, "init_process_group", lambda kind, **how: opened.append({"kind": kind, **how})
     )

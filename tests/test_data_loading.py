@@ -80,7 +80,7 @@ def test_dl4_every_sample_once_an_epoch_in_the_same_steps_for_any_split(
         requests = [request for window in windows for request in window]
         assert len({len(window) for window in windows}) == 1  # as many forward passes on each rank
         assert all(len(request.indices) <= arguments["micro_batch_size"] for request in requests)
-        own = [request for request in requests if not request.borrowed]
+        own = [request for request in requests if not request.is_padding]
         indices = [index for request in own for index in request.indices.tolist()]
         assert sorted(indices) == sorted(expected[place])
         order = whole.permutation(epoch)
@@ -90,8 +90,8 @@ def test_dl4_every_sample_once_an_epoch_in_the_same_steps_for_any_split(
             low, count = request.position, len(request.indices)
             assert torch.equal(request.indices, order[low : low + count])
         for run in zip(*windows, strict=True):  # no rank has more than one sample more than another
-            sizes = [0 if request.borrowed else len(request.indices) for request in run]
-            assert all(len(request.indices) == 1 for request in run if request.borrowed)
+            sizes = [0 if request.is_padding else len(request.indices) for request in run]
+            assert all(len(request.indices) == 1 for request in run if request.is_padding)
             assert max(sizes) - min(sizes) <= 1
 
 

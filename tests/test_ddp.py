@@ -208,8 +208,8 @@ def test_several_ranks_equal_one(size: int, dtype: str, changes: tuple[str, ...]
     assert many["world_size"] == size
     assert len(many["rng"]) == size
     if "Tokens" not in f"{changes}":
-        borrowed = len(seen("train")) - len(alone["train"])
-        assert 0 <= borrowed <= 3 * size  # in the last step of an epoch, where samples are few
+        is_padding = len(seen("train")) - len(alone["train"])
+        assert 0 <= is_padding <= 3 * size  # in the last step of an epoch, where samples are few
     ours, theirs = events("many", "eval"), events("one", "eval")
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["eval/index"] == pytest.approx(other["eval/index"], rel=1e-12)

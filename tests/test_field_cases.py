@@ -85,11 +85,11 @@ def test_sp4_the_parameters_that_get_no_gradient_are_named() -> None:
         def loss(self, model: nn.Module, batch: Any) -> Tensor:
             return model(batch[0]).detach().sum()
 
-    class Elsewhere:
+    class ShardWriter:
         def loss(self, model: nn.Module, batch: Any) -> Tensor:
             return torch.ones(1, requires_grad=True).sum()
 
-    for task in (Detached(), Elsewhere()):
+    for task in (Detached(), ShardWriter()):
         model = Net()
         before = copy.deepcopy(model.state_dict())
         state = make_state(

@@ -24,7 +24,7 @@ from test_resume_exact import assert_same, last
 
 from ampctl.__main__ import main
 from ampctl.cli import screen
-from ampctl.distributed.launched import heeded
+from ampctl.distributed.launched import handled_signals
 
 pytestmark = [
     pytest.mark.timeout(0),  # each case has a time limit of its own
@@ -137,7 +137,7 @@ def run(*argv: str) -> int:
         raise TimeoutError(f"still at work after {DEADLINE_S} s")
 
     code: object = None  # the program ends with SystemExit
-    before = {each: signal.signal(each, hangs) for each in (signal.SIGALRM, *heeded())}
+    before = {each: signal.signal(each, hangs) for each in (signal.SIGALRM, *handled_signals())}
     signal.alarm(DEADLINE_S)
     try:
         with patch.dict(os.environ), patch.object(sys, "argv", ["ampctl", *argv]):

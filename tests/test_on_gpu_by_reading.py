@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampctl.amp.precision import set_accuracy
 from ampctl.checkpoint import background_save
-from ampctl.checkpoint.background_save import Flight
+from ampctl.checkpoint.background_save import BackgroundSave
 from ampctl.data.move import to_device
 from ampctl.distributed.env import use_device
 from ampctl.engine.ema import WeightAverage
@@ -35,7 +35,7 @@ def test_e1_the_thread_that_writes_takes_the_device_of_its_rank(
 
     monkeypatch.setattr(background_save, "use_device", noted)
     third = torch.device("cuda:3")
-    writer = Flight(True, third)
+    writer = BackgroundSave(True, third)
     writer.start(lambda: None)
     writer.close()
     assert taken == [("checkpoint_0", third)]

@@ -51,7 +51,7 @@ ALLOWED = {
     "train.log": {"class logging.FileHandler", "os.fdopen"},  # of files.descriptor
     "train.proof": {"spec.write_text", "noted.read_text"},  # in a temporary folder
     "train.witness": {"told.read_text", "write_text"},  # in a temporary folder
-    "train.place": {"attendance.open"},  # no file
+    "train.place": {"watchdog.open"},  # no file
     "recipe.reading": {"os.open"},  # a recipe that the user names; it may be a pipe
     "recipe.builtin": {"open"},  # ampctl's own
     "cli.recipes": {"read_text", "target.open", "source.read_text"},  # ampctl's own, and a new one

@@ -222,7 +222,7 @@ def test_a_signal_that_was_heeded_early_goes_on_to_the_run(folder: Path) -> None
     script = (
         "import os, signal\n"
         "from ampctl.distributed import startup_signal\n"
-        "startup_signal.heed()\n"
+        "startup_signal.handle()\n"
         "from ampctl.distributed.env import StopSignals\n"
         "with StopSignals() as signals:\n"
         "    signals.training = True\n"

@@ -10,17 +10,17 @@ from signal import SIGTERM
 
 import pytest
 
-from ampctl.checkpoint.background_save import Flight
+from ampctl.checkpoint.background_save import BackgroundSave
 from ampctl.distributed import failure, thread_activity
 from ampctl.distributed.env import StopSignals
-from ampctl.distributed.signal_listener import Ear
+from ampctl.distributed.signal_listener import SignalListener
 from ampctl.errors import AmpctlError
 
 
 def test_c9_a_signal_to_a_process_that_was_forked_off_is_no_signal_to_the_run() -> None:
     heard: list[object] = []
-    ear = Ear(lambda *given: heard.append(given), lambda: None, lambda: True)
-    ear.open([SIGTERM])
+    listener = SignalListener(lambda *given: heard.append(given), lambda: None, lambda: True)
+    listener.open([SIGTERM])
     before = signal.signal(SIGTERM, lambda *_: None)
     try:
         child = os.fork()
@@ -28,11 +28,11 @@ def test_c9_a_signal_to_a_process_that_was_forked_off_is_no_signal_to_the_run() 
             signal.raise_signal(SIGTERM)
             os._exit(0)
         os.waitpid(child, 0)
-        assert not ear.has_heard
+        assert not listener.has_heard
     finally:
-        ear.close()  # reads all that was written before
+        listener.close()  # reads all that was written before
         signal.signal(SIGTERM, before)
-    assert not ear.has_heard
+    assert not listener.has_heard
     assert not heard
 
 
@@ -47,7 +47,7 @@ def test_c9_what_works_gets_on_and_what_waits_does_not(
     thread = threading.Thread(target=exec, args=(code, {"over": over}), daemon=True)
     thread.start()
     try:
-        one = thread_activity.Pulse()
+        one = thread_activity.ThreadActivity()
         stopped = False
         for _ in range(40):
             stopped = stopped or one.has_stopped([thread])
@@ -84,14 +84,14 @@ def test_c9_a_save_that_has_failed_is_not_told_as_saved() -> None:
         over.wait()
         raise OSError("disk")
 
-    flight = Flight(True)
-    flight.start(fail)
+    background_save = BackgroundSave(True)
+    background_save.start(fail)
     begun.wait()
     told: list[OSError] = []
 
     def land() -> None:
         with pytest.raises(OSError) as caught:
-            flight.land()
+            background_save.wait()
         told.append(caught.value)
 
     threads = [threading.Thread(target=land) for _ in range(2)]
@@ -101,5 +101,5 @@ def test_c9_a_save_that_has_failed_is_not_told_as_saved() -> None:
     over.set()
     for each in threads:
         each.join()
-    flight.close()
+    background_save.close()
     assert len(told) == 2

@@ -216,8 +216,8 @@ def test_a5_ranks_and_workers_together_count_each_sample_once() -> None:
             for place, step in enumerate(alone):
                 parts = [part for rank in every for part in rank[place]]
                 assert set(parts) == set(step)
-                borrowed = sum(b for r in range(size) for _, _, b in deal(len(step), 4, r, size))
-                assert len(parts) == len(step) + borrowed
+                is_padding = sum(b for r in range(size) for _, _, b in deal(len(step), 4, r, size))
+                assert len(parts) == len(step) + is_padding
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from ampctl.errors import CheckpointError, first_of, printable
 from ampctl.state_dict.checks import place
 from ampctl.state_dict.copies import nonfinite
-from ampctl.state_dict.load import allowances, listing, misfits, rounding
+from ampctl.state_dict.load import allowances, listing, mismatches, rounding
 
 PREFIXES = ("module.", "_orig_mod.", "model.")
 """What DDP, torch.compile and Lightning put before all names of the model that they wrap."""
 
 
 @dataclass(frozen=True)
-class FirstWeights:
+class InitialWeights:
     """Weights by name; ``where`` they are from, in words.
 
     Names that match a glob of ``allow_missing`` may be lacking, not fit or be of no use.
@@ -87,7 +87,7 @@ def _lines(wrong: Mapping[str, str], names: Iterable[str]) -> list[str]:
 
 def _wrong(own: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
     """Say of each name that cannot be taken why."""
-    wrong = misfits(own, tensors)
+    wrong = mismatches(own, tensors)
     first: dict[Any, str] = {}
     for name in (each for each in own if each in tensors and each not in wrong):
         first.setdefault(_memory(name, own[name]), name)

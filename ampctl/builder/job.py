@@ -16,7 +16,7 @@ from ampctl.amp.masters import upcast_
 from ampctl.amp.modules import set_module_dtypes
 from ampctl.amp.precision import Precision, choose_precision, set_accuracy
 from ampctl.amp.scaler import LossScaler
-from ampctl.builder.initial_weights import FirstWeights
+from ampctl.builder.initial_weights import InitialWeights
 from ampctl.builder.parallel import in_ddp, shard
 from ampctl.builder.parts import build_model, build_part, build_task, length_of, wrong
 from ampctl.builder.refusals import refuse_odd_numbers, refuse_unknown_targets, refuse_unsupported
@@ -69,11 +69,11 @@ class Job:
 
 
 def build_job(
-    loaded: LoadedRecipe, ranks: Ranks = ALONE, first_weights: FirstWeights | None = None
+    loaded: LoadedRecipe, ranks: Ranks = ALONE, initial_weights: InitialWeights | None = None
 ) -> Job:
     """Build everything a recipe names, from its seed; of several processes each its part.
 
-    ``first_weights``: what the model starts from, if not from what it is built with.
+    ``initial_weights``: what the model starts from, if not from what it is built with.
 
     Raises RecipeError for what cannot be built or is not supported, UsageError for parts that do
     not go together, MachineError for a device that is not here.
@@ -91,7 +91,7 @@ def build_job(
     total_steps = _total_steps(loaded, train_data.steps_per_epoch)
     # The weights depend on the seed alone, not on what building the data drew.
     rng.seed_everything(recipe.seed)
-    state = build_state(loaded, device, precision, total_steps, ranks, first_weights)
+    state = build_state(loaded, device, precision, total_steps, ranks, initial_weights)
     if not ranks.is_first:
         # The same weights, but other random numbers: dropout is not to be the same on all ranks.
         rng.seed_everything(rng.mix(recipe.seed, _RANK_STREAM, ranks.rank))
@@ -99,14 +99,14 @@ def build_job(
 
 
 def build_new(
-    loaded: LoadedRecipe, ranks: Ranks = ALONE, first_weights: FirstWeights | None = None
+    loaded: LoadedRecipe, ranks: Ranks = ALONE, initial_weights: InitialWeights | None = None
 ) -> Job:
     """Build the job of a new run.
 
     Raises as :func:`build_job`, and RecipeError for a model with weights that are not finite, but
     for masks: no training mends them.
     """
-    job = build_job(loaded, ranks, first_weights)
+    job = build_job(loaded, ranks, initial_weights)
     weights = {"model": job.state.bare.state_dict(), "optimizer": None, "ema": None}
     if bad := job.state.nonfinite(weights):
         names = first_of([name.removeprefix("model.") for name in bad])
@@ -135,15 +135,15 @@ def build_state(
     precision: Precision,
     total_steps: int | None,
     ranks: Ranks = ALONE,
-    first_weights: FirstWeights | None = None,
+    initial_weights: InitialWeights | None = None,
 ) -> TrainState:
     """Build model, task, optimizer, schedule and scaler, in the order in which state is loaded."""
     recipe = loaded.recipe
     shards = ranks.size > 1 and recipe.distributed.strategy == "fsdp"
     bare = build_model(loaded, device, spread_later=shards)
     set_to_train(bare)
-    if first_weights is not None:
-        first_weights.fill(bare)
+    if initial_weights is not None:
+        initial_weights.fill(bare)
     upcast = upcast_(bare) if recipe.amp.upcast else []
     modules = set_module_dtypes(
         bare, recipe.amp.modules, device_type=device.type, origins=loaded.origins
@@ -157,7 +157,7 @@ def build_state(
     for updater in updaters if scaling else ():
         optimizers.refuse_closure(updater.optimizer)
     task = build_task(loaded)
-    _refuse_misfits(loaded, task, updaters, ranks)
+    _refuse_unfit(loaded, task, updaters, ranks)
     if torch_private.left_out_by_ddp(bare):
         ranks = replace(ranks, shares_verdict=True)  # these gradients are not averaged
     local: Any = bare
@@ -199,7 +199,7 @@ def _average(loaded: LoadedRecipe, model: nn.Module, updaters: Sequence[Updater]
     return WeightAverage(model, decay) if decay else None
 
 
-def _refuse_misfits(
+def _refuse_unfit(
     loaded: LoadedRecipe, task: Task, updaters: Sequence[Updater], ranks: Ranks
 ) -> None:
     """Raise RecipeError for a task that wants what the other parts of the recipe cannot give."""

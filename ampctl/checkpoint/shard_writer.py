@@ -9,12 +9,12 @@ from pathlib import Path
 from torch import Tensor
 
 from ampctl.checkpoint import sharded
-from ampctl.checkpoint.background_save import Flight, Saved
+from ampctl.checkpoint.background_save import BackgroundSave, FinishedSave
 from ampctl.checkpoint.index import FOLDER, file_name
 from ampctl.distributed.ranks import Writers
 
 
-class Elsewhere:
+class ShardWriter:
     """The store of a rank other than 0, which writes what all of them hold.
 
     Of a sharded state each rank has a part, and writes it here.
@@ -23,24 +23,24 @@ class Elsewhere:
     def __init__(self, run_dir: Path, *, asynchronous: bool, writers: Writers | None) -> None:
         self._folder = run_dir / FOLDER
         self._writers = writers
-        self.saved: deque[Saved] = deque()
-        self.flight = Flight(asynchronous, writers.device if writers else None)
+        self.saved: deque[FinishedSave] = deque()
+        self.background_save = BackgroundSave(asynchronous, writers.device if writers else None)
 
     def save(self, shards: Mapping[str, Tensor], *, step: int) -> None:
         """Write this rank's part. Waits for the save before it, and raises that one's error."""
         path = self._folder / file_name(step, True, in_parts=True)  # a name for messages
         assert self._writers is not None, "a sharded state has several ranks"
-        self.flight.start(sharded.write_part, path, shards, self._writers)
+        self.background_save.start(sharded.write_part, path, shards, self._writers)
 
     def wait(self) -> None:
         """Block until this rank's last part is on the disk. Raises the error of that save."""
-        self.flight.land()
+        self.background_save.wait()
 
-    def finished(self) -> list[Saved]:
+    def finished(self) -> list[FinishedSave]:
         """Return nothing, as rank 0 tells; raise the error of a save that has failed by now."""
-        self.flight.look()
+        self.background_save.look()
         return []
 
     def close(self) -> None:
         """Wait for the last save, raise its error, and end the thread."""
-        self.flight.close()
+        self.background_save.close()

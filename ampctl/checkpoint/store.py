@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ampctl.checkpoint import disk, file, identity, links, sharded
-from ampctl.checkpoint.background_save import Flight, Saved
+from ampctl.checkpoint.background_save import BackgroundSave, FinishedSave
 from ampctl.checkpoint.file import Passed, UnusableCheckpointError, unseen
 from ampctl.checkpoint.index import (
     FOLDER,
@@ -86,8 +86,8 @@ class Store:
         self._keep_best = keep_best
         self._monitor = monitor
         self._mode: Mode = mode
-        self.flight = Flight(asynchronous, writers.device if writers else None)
-        self.saved: deque[Saved] = deque()
+        self.background_save = BackgroundSave(asynchronous, writers.device if writers else None)
+        self.saved: deque[FinishedSave] = deque()
         self._proved = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -122,34 +122,34 @@ class Store:
         """Save a snapshot; with ``nonfinite`` tensors it is set aside and never latest or best.
 
         With ``shards``, this rank's part of the tensors that are empty in the snapshot, the other
-        ranks write theirs by `Elsewhere`. Waits for the save before it, and raises its error.
+        ranks write theirs by `ShardWriter`. Waits for the save before it, and raises its error.
         """
         figures = {name: float(value) for name, value in metrics.items()}
-        self.flight.start(self._commit, payload, step, figures, not nonfinite, shards)
+        self.background_save.start(self._save, payload, step, figures, not nonfinite, shards)
 
-    def linger(self, seconds: float) -> None:
+    def wait_at_most(self, seconds: float) -> None:
         """Block until the last save is on the disk, for so long at most."""
-        self.flight.linger(seconds)
+        self.background_save.wait_at_most(seconds)
 
     def wait(self) -> Path | None:
         """Wait until it is; return the newest finite file, if any. Raises its error."""
-        self.flight.land()
+        self.background_save.wait()
         found = newest(self._entries)
         return self._folder / found.file if found else None
 
-    def finished(self) -> list[Saved]:
+    def finished(self) -> list[FinishedSave]:
         """Return the saves that are on the disk now and were not returned before.
 
         Raises the error of one that has failed by now.
         """
-        self.flight.look()
+        self.background_save.look()
         return [self.saved.popleft() for _ in range(len(self.saved))]
 
     def close(self) -> None:
         """Wait for the last save, raise its error, and end the thread."""
-        self.flight.close()
+        self.background_save.close()
 
-    def _commit(
+    def _save(
         self,
         payload: Mapping[str, Any],
         step: int,
@@ -158,14 +158,14 @@ class Store:
         shards: Mapping[str, Tensor] | None,
     ) -> None:
         try:
-            self._try(payload, step, metrics, finite, shards)
+            self._write(payload, step, metrics, finite, shards)
         except MachineError:
             if shards is not None or self._folder.exists():
                 raise
             # Someone has removed the folder meanwhile: this state is all that is left of the run.
-            self._try(payload, step, metrics, finite, shards)
+            self._write(payload, step, metrics, finite, shards)
 
-    def _try(
+    def _write(
         self,
         payload: Mapping[str, Any],
         step: int,
@@ -204,15 +204,15 @@ class Store:
             write_index(self._folder, [*present, entry])
             disk.publish(disk.temporary(path), path)
             self._entries = [*(e for e in present if e.file != entry.file), entry]
-            self._prove(path, entry)
+            self._read_back(path, entry)
             self._tidy(is_current=len(present) + 1 == len(self._entries))
         except OSError as error:
             raise disk.fault(path, error, written.size) from error
         finally:
             disk.discard(disk.temporary(path))
-        self.saved.append(Saved(path, step, written.size, time.monotonic() - begin, gone))
+        self.saved.append(FinishedSave(path, step, written.size, time.monotonic() - begin, gone))
 
-    def _prove(self, path: Path, entry: Entry) -> None:
+    def _read_back(self, path: Path, entry: Entry) -> None:
         """Read the first file back, before an older one is given up for it."""
         if not self._proved:
             sharded.read(path, [entry.sha256], mmap=True)

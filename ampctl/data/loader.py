@@ -49,7 +49,7 @@ class Window(list[Any]):
 
 
 @dataclass(frozen=True)
-class Borrowed:
+class Padding:
     """A micro-batch that another rank counts: where there are fewer samples than ranks.
 
     It is run, so that all ranks take the same passes, and weighs nothing.
@@ -60,7 +60,7 @@ class Borrowed:
 
 def unwrapped(window: Sequence[Any]) -> list[Any]:
     """Return the micro-batches themselves, borrowed ones too."""
-    batches = [each.batch if isinstance(each, Borrowed) else each for each in window]
+    batches = [each.batch if isinstance(each, Padding) else each for each in window]
     if isinstance(window, Window):
         return Window(batches, window.samples, in_order=window.in_order)
     return batches
@@ -233,7 +233,7 @@ class _Reader:
             for request in requests:
                 batch = self._fetcher[request]
                 batch = torch_private.pin_memory(batch) if self._pin_memory else batch
-                yield Borrowed(batch) if request.borrowed else batch
+                yield Padding(batch) if request.is_padding else batch
             return
         self._requests.start(requests)
         iterator = start_workers(self._loader)
@@ -257,7 +257,7 @@ class _Reader:
             request = sent.popleft()
             received += 1
             self._fetcher.pass_over()
-            yield Borrowed(batch) if request.borrowed else batch
+            yield Padding(batch) if request.is_padding else batch
 
     def close(self) -> None:
         if self._loader is not None:

@@ -25,21 +25,21 @@ class Request:
     """The samples of one micro-batch: their indices, int64 [n], and the place of the first.
 
     ``position`` is the first sample's place in the epoch's order; the others follow it.
-    ``borrowed``: it is another rank's, and does not count.
+    ``is_padding``: it is another rank's, and does not count.
     """
 
     epoch: int
     position: int
     indices: Tensor
-    borrowed: bool = False
+    is_padding: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As a tensor, the whole order that the indices are a part of would go to each worker.
-        return _request, (self.epoch, self.position, self.indices.numpy().copy(), self.borrowed)
+        return _request, (self.epoch, self.position, self.indices.numpy().copy(), self.is_padding)
 
 
-def _request(epoch: int, position: int, indices: np.ndarray[Any, Any], borrowed: bool) -> Request:
-    return Request(epoch, position, torch.from_numpy(indices), borrowed)
+def _request(epoch: int, position: int, indices: np.ndarray[Any, Any], is_padding: bool) -> Request:
+    return Request(epoch, position, torch.from_numpy(indices), is_padding)
 
 
 def deal(
@@ -109,8 +109,8 @@ class Order:
             end = min(begin + self.batch_size, self.num_samples)
             shares = deal(end - begin, self.micro_batch_size, self.rank, self.world_size)
             yield [
-                Request(epoch, begin + low, order[begin + low : begin + high], borrowed)
-                for low, high, borrowed in shares
+                Request(epoch, begin + low, order[begin + low : begin + high], is_padding)
+                for low, high, is_padding in shares
             ]
 
     def samples_of_step(self, step: int) -> int:

@@ -13,7 +13,7 @@ from ampctl.data.collate import Collate, Function
 from ampctl.data.dealt import Dealt, Fingerprint, Opening, Openings
 from ampctl.data.faults import FAULTS, raise_told
 from ampctl.data.fetch import identity
-from ampctl.data.loader import Borrowed, Window
+from ampctl.data.loader import Padding, Window
 from ampctl.data.order import deal
 from ampctl.data.workers import (
     end_workers,
@@ -100,9 +100,9 @@ class StreamData:
                 continue
             begin = (step + first_step - skipped) * self._batch_size
             batches, places = [], []
-            for low, high, borrowed in deal(len(samples), size, ranks.rank, ranks.size):
+            for low, high, is_padding in deal(len(samples), size, ranks.rank, ranks.size):
                 batch = self._collate(samples[low:high], range(begin + low, begin + high))
-                batches.append(Borrowed(batch) if borrowed else batch)
+                batches.append(Padding(batch) if is_padding else batch)
                 places.append(range(begin + low, begin + high))
             yield Window(batches, places, in_order=self._collate.keeps_order), len(samples)
 

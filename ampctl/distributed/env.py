@@ -12,7 +12,7 @@ import torch
 
 from ampctl.distributed import failure, launched, startup_signal
 from ampctl.distributed.ranks import ALONE, Ranks
-from ampctl.distributed.signal_listener import Ear
+from ampctl.distributed.signal_listener import SignalListener
 from ampctl.errors import (
     AmpctlError,
     InterruptedRunError,
@@ -129,19 +129,19 @@ class StopSignals:
         self.lost: Callable[[], str] = str
         self.is_urgent: Callable[[], bool] = bool
         self.is_done = False
-        self._ear = Ear(self._overdue, self._again, lambda: self.is_urgent())
+        self._listener = SignalListener(self._overdue, self._again, lambda: self.is_urgent())
         self.received: signal.Signals | None = None
         self.training = False
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in (*launched.heeded(), signal.SIGINT):
+        for number in (*launched.handled_signals(), signal.SIGINT):
             self._previous[number] = startup_signal.replaced(signal.signal(number, self._receive))
-        self._ear.open(self._previous.keys())
+        self._listener.open(self._previous.keys())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ear.close()
+        self._listener.close()
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -170,7 +170,7 @@ class StopSignals:
 
     def hear(self, number: int) -> None:
         """Take note of a signal that another rank has had, unless this one has had one too."""
-        if not self._ear.has_heard:
+        if not self._listener.has_heard:
             os.kill(os.getpid(), number)
 
     def _again(self) -> None:
@@ -192,7 +192,7 @@ class StopSignals:
 
 @contextmanager
 def ended_at_once(when: str) -> Iterator[StopSignals]:
-    """Heed signals where there is nothing to save: one of them ends what runs inside where it is.
+    """Listen to signals where there is nothing to save: one of them ends at once what runs inside.
 
     ``when`` is the rest of the error's words, as in :meth:`StopSignals.error`.
     """

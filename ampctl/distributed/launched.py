@@ -116,7 +116,7 @@ def seconds_to_save() -> float | None:
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or _TORCHRUN_S)
 
 
-def heeded() -> list[signal.Signals]:
+def handled_signals() -> list[signal.Signals]:
     """Return which of `STOPPING` to heed: not SIGHUP where nohup has let it be ignored."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [each for each in STOPPING if each is not signal.SIGHUP or not is_ignored]

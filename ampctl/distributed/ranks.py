@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ampctl.distributed.address import interface_of, towards
-from ampctl.distributed.rendezvous import Meeting, meet
+from ampctl.distributed.rendezvous import Rendezvous, meet
 from ampctl.errors import MachineError, NumericsError
 
 T = TypeVar("T")
@@ -248,7 +248,7 @@ def from_environment() -> Ranks:
 @contextmanager
 def joined(
     ranks: Ranks, *, backend: str, device: torch.device, minutes: float
-) -> Iterator[Meeting | None]:
+) -> Iterator[Rendezvous | None]:
     """Join the processes of a job while the context is open.
 
     ``backend``: nccl, gloo, or auto for what the device takes; ``minutes``: how long a rank waits

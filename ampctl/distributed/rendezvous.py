@@ -21,7 +21,7 @@ _BEGUN = "ampctl/begun"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The ranks of one start: their own part of the store, and whether the job had begun before.
 
     ``run_dir`` is the folder that an earlier start of the job has taken, "" where none has.
@@ -36,7 +36,7 @@ class Meeting:
         self._whole.set(_BEGUN, run_dir)
 
 
-def meet(store: Store, rank: int, size: int, *, seconds: float) -> Meeting:
+def meet(store: Store, rank: int, size: int, *, seconds: float) -> Rendezvous:
     """Wait for all ranks of this start; raise MachineError, naming those that do not come.
 
     Each rank makes up a word. Rank 0 answers each with the name of the part of the store that they
@@ -47,7 +47,7 @@ def meet(store: Store, rank: int, size: int, *, seconds: float) -> Meeting:
     store.set(f"ampctl/word-of-{rank}", own)
     name = _gather(store, own, size, seconds) if rank == 0 else _follow(store, own, rank, seconds)
     before = store.get(_BEGUN).decode() if store.check([_BEGUN]) else ""
-    return Meeting(PrefixStore(name, store), before, store)
+    return Rendezvous(PrefixStore(name, store), before, store)
 
 
 def _gather(store: Store, name: str, size: int, seconds: float) -> str:

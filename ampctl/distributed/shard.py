@@ -36,7 +36,7 @@ def shard_(
     from torch.distributed.fsdp import fully_shard
 
     names = _chosen(model, globs) if globs else _largest_list(model)
-    _refuse_misfits(model, names)
+    _refuse_unfit(model, names)
     for parameter in model.parameters():
         if not parameter.is_contiguous():  # FSDP deals out rows as they lie in memory
             parameter.data = parameter.data.contiguous()
@@ -134,7 +134,7 @@ def _largest_list(model: nn.Module) -> list[str]:
     return best
 
 
-def _refuse_misfits(model: nn.Module, names: Sequence[str]) -> None:
+def _refuse_unfit(model: nn.Module, names: Sequence[str]) -> None:
     """Raise ValueError for parameters that FSDP cannot shard."""
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars:

@@ -27,7 +27,7 @@ def _deafen_children() -> None:
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
-class Ear:
+class SignalListener:
     """While it listens, call ``overdue`` with a signal that the main thread has not heeded in time.
 
     That is after `GRACE_S`, or as soon as ``is_urgent``; it is called once, in a thread of its own,

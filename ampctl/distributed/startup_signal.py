@@ -11,9 +11,9 @@ from ampctl.distributed import failure, launched
 from ampctl.errors import PreemptedError
 
 
-def heed() -> None:
+def handle() -> None:
     """End with the code of a preempted run at what stops one, until others heed it."""
-    for number in launched.heeded():
+    for number in launched.handled_signals():
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _leave)
 

@@ -13,7 +13,7 @@ MOST_LOOKS = 256
 """What bounds the delay where looks become slow at once."""
 
 
-class Heed:
+class StopSignal:
     """Look at signals, and at the clock, together: what one rank has seen counts for all.
 
     One process looks at its own at once. Several agree by a collective about every half a second,

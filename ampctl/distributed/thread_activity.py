@@ -18,7 +18,7 @@ _TICKS = 2
 """Hundredths of a second; what only looks at a clock now and then takes less in a few seconds."""
 
 
-class Pulse:
+class ThreadActivity:
     """Looks at threads time and again, and says when they have stood still for too long.
 
     Looks are counted, not seconds: on a busy machine whoever looks is as slow as what is looked at.

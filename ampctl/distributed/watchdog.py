@@ -38,7 +38,7 @@ _HOME = Path(__file__).parents[1]
 _OUTERMOST = f"{_HOME / 'cli'}/"
 
 
-class Attendance:
+class Watchdog:
     """Where this rank is, and where the others are; alone, nothing is told.
 
     ``doing`` says in words what is going on, and ``step`` which step has been begun; the training
@@ -70,7 +70,7 @@ class Attendance:
             yield
             return
         self._beat()
-        self._thread = threading.Thread(target=self._watch, name="attendance", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         try:
             with self.explaining():

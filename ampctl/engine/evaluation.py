@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampctl import rng
 from ampctl.amp.precision import has_float64
-from ampctl.data.loader import Borrowed, unwrapped
+from ampctl.data.loader import Padding, unwrapped
 from ampctl.data.move import to_device
 from ampctl.engine.modes import in_eval_mode
 from ampctl.engine.passes import items_in
@@ -62,11 +62,11 @@ def _means(
     for batch in batches:
         if not proceed():
             return None
-        borrowed = isinstance(batch, Borrowed)  # another rank counts it
-        if borrowed and not state.ranks.shards:
+        is_padding = isinstance(batch, Padding)  # another rank counts it
+        if is_padding and not state.ranks.shards:
             continue
         (batch,) = unwrapped([batch])
-        count = 0.0 if borrowed else items_in(state, batch)  # while it is on the host
+        count = 0.0 if is_padding else items_in(state, batch)  # while it is on the host
         batch = to_device(batch, state.device, channels_last=state.channels_last)
         extras = state.extras("loss")
         with state.precision.autocast(), torch.set_grad_enabled("grad" in extras):

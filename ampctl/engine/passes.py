@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctl import rng
-from ampctl.data.loader import Borrowed
+from ampctl.data.loader import Padding
 from ampctl.data.move import to_device
 from ampctl.engine.modes import in_eval_mode
 from ampctl.engine.state import TrainState
@@ -34,7 +34,7 @@ def items_of(state: TrainState, window: Sequence[Any]) -> list[float]:
     """Return the items of each micro-batch of this rank, which are still on the host."""
     if len(window) == 1 and state.ranks.size == 1 and state.counts_samples:
         return [1.0]  # whatever it holds, it is all of the step
-    return [0.0 if isinstance(each, Borrowed) else items_in(state, each) for each in window]
+    return [0.0 if isinstance(each, Padding) else items_in(state, each) for each in window]
 
 
 def items_in(state: TrainState, batch: Any) -> float:

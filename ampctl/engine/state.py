@@ -24,7 +24,7 @@ from ampctl.errors import CheckpointError
 from ampctl.recipe.schema import AmpConfig
 from ampctl.state_dict.checks import require_counts, require_scale
 from ampctl.state_dict.copies import nonfinite
-from ampctl.state_dict.load import MisfitError, load_model, load_optimizer, require_fit
+from ampctl.state_dict.load import MismatchError, load_model, load_optimizer, require_fit
 from ampctl.state_dict.required import lacking_of
 from ampctl.tasks.task import Task, asks_for, has_own
 
@@ -297,7 +297,7 @@ class TrainState:
         if names != own:
             was, now = (", ".join(each).strip() or "one without a name" for each in (names, own))
             difference = [f"{was} in the checkpoint, {now} in the recipe"]
-            raise MisfitError("the optimizers", difference, keys=("optimizer",))
+            raise MismatchError("the optimizers", difference, keys=("optimizer",))
         if names == [""]:
             return {"": saved["optimizer"]}, {"": saved["scheduler"]}
         return saved["optimizer"], saved["scheduler"]

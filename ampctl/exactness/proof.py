@@ -63,8 +63,8 @@ def prove(source: str, overrides: Sequence[str], *, steps: int, notify: Notify) 
     changed = [*overrides, *ours]
     loaded = load_recipe(source, changed)
     limits = loaded.recipe.train
-    heeded = ended_at_once("before it was proved: nothing is left behind")
-    with tempfile.TemporaryDirectory(prefix="ampctl-verify-") as place, heeded:
+    ended = ended_at_once("before it was proved: nothing is left behind")
+    with tempfile.TemporaryDirectory(prefix="ampctl-verify-") as place, ended:
         facts = _prove(Path(place), loaded, steps, notify)
     if facts["exact"] and facts["steps"] == steps and limits.max_epochs != 1:
         facts["found"] += no_boundary(facts)

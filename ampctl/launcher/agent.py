@@ -35,7 +35,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from ampctl.distributed.address import is_here, towards
 from ampctl.distributed.failure import RankFailedError, cause
-from ampctl.distributed.launched import AGENT, STARTS, heeded
+from ampctl.distributed.launched import AGENT, STARTS, handled_signals
 from ampctl.errors import (
     AmpctlError,
     InterruptedRunError,
@@ -322,7 +322,8 @@ def _forwarding(agent: _Agent) -> Iterator[None]:
             kind = InterruptedRunError if name is signal.SIGINT else PreemptedError
             raise kind(f"{name.name} received before the ranks had started")
 
-    previous = {number: signal.signal(number, receive) for number in (*heeded(), signal.SIGINT)}
+    numbers = (*handled_signals(), signal.SIGINT)
+    previous = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield
     finally:

@@ -35,7 +35,7 @@ from ampctl.engine.state import TrainState
 from ampctl.errors import RecipeError
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.run.job_place import joined
-from ampctl.run.restore import as_damage, misfits_explained, read
+from ampctl.run.restore import as_damage, mismatches_explained, read
 from ampctl.run.size_limit import no_larger_than
 from ampctl.state_dict.load import load_model as load_weights
 
@@ -58,7 +58,7 @@ def load_model(
     # The program that asks has random numbers of its own.
     with rng.preserved(place), no_larger_than(weights):
         model = _model(loaded, place)
-    with misfits_explained(found.path, found.payload, saved, loaded):
+    with mismatches_explained(found.path, found.payload, saved, loaded):
         _fill(model, weights, found.path, log_warning)
     tell_nonfinite(found.payload, weights, found.path, log_warning)
     return model.eval()
@@ -99,7 +99,7 @@ def evaluate_checkpoint(
             path = ranks.of_first(found.path)  # the run may have saved another one meanwhile
             if path != found.path:
                 found = load(path, notify=_unheard)
-            with misfits_explained(found.path, found.payload, saved, loaded):
+            with mismatches_explained(found.path, found.payload, saved, loaded):
                 return _evaluate(found, loaded, ranks, ema=ema, tell=tell, shown=shown)
 
 

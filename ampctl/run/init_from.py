@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ampctl.builder.initial_weights import PREFIXES, FirstWeights
+from ampctl.builder.initial_weights import PREFIXES, InitialWeights
 from ampctl.builder.job import Job, build_new
 from ampctl.checkpoint.archive import WRONG_END
 from ampctl.checkpoint.contents import is_whole, word
@@ -43,7 +43,7 @@ class InitFrom:
     def __str__(self) -> str:
         return " ".join([f"{self.source}", *(f"--allow-missing {g}" for g in self.allow_missing)])
 
-    def read(self, notify: Notify) -> FirstWeights:
+    def read(self, notify: Notify) -> InitialWeights:
         """Read the weights: those that were averaged where there are any, as evaluations do.
 
         Nothing is built, so that there is nothing to trust. Raises CheckpointError for what cannot
@@ -64,7 +64,7 @@ class InitFrom:
                 prefixes = ()
         _refuse_odd(tensors, self.source)
         where = f"{self.source} ({told})" if told else f"{self.source}"
-        return FirstWeights(tensors, where, notify, self.allow_missing, prefixes)
+        return InitialWeights(tensors, where, notify, self.allow_missing, prefixes)
 
     def _bare(self, error: ForeignFileError) -> tuple[str, dict[str, Any]]:
         """Return the weights of a file that is no checkpoint, and where in it they are."""

@@ -11,8 +11,8 @@ from ampctl.distributed import ranks as job
 from ampctl.distributed.env import choose_device, use_device
 from ampctl.distributed.launched import is_restarted
 from ampctl.distributed.ranks import Ranks
-from ampctl.distributed.rendezvous import Meeting
-from ampctl.distributed.watchdog import Attendance
+from ampctl.distributed.rendezvous import Rendezvous
+from ampctl.distributed.watchdog import Watchdog
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.run.folder import new_run_dir
 
@@ -20,7 +20,7 @@ from ampctl.run.folder import new_run_dir
 class Begun:
     """Whether the launcher has started this job before, and in which run folder."""
 
-    def __init__(self, meeting: Meeting | None, ranks: Ranks) -> None:
+    def __init__(self, meeting: Rendezvous | None, ranks: Ranks) -> None:
         self._meeting = meeting
         self.run_dir = Path(meeting.run_dir) if meeting and meeting.run_dir else None
         # A node that has come late knows nothing of it.
@@ -39,7 +39,7 @@ class Place:
 
     ranks: Ranks
     begun: Begun
-    attendance: Attendance
+    watchdog: Watchdog
 
     def folder(self, loaded: LoadedRecipe, run_dir: Path | None) -> Path:
         """Settle the run's folder on all ranks: that of the job, or one that rank 0 makes."""
@@ -60,6 +60,6 @@ def joined(loaded: LoadedRecipe) -> Iterator[Place]:
     with job.joined(ranks, backend=config.backend, device=device, minutes=minutes) as meeting:
         # A connection of its own: what waits in the store does not hold up who asks it.
         store = meeting.store.clone() if meeting is not None and ranks.size > 1 else None
-        attendance = Attendance(ranks, store, minutes, device)
-        with attendance.open():
-            yield Place(ranks, Begun(meeting, ranks), attendance)
+        watchdog = Watchdog(ranks, store, minutes, device)
+        with watchdog.open():
+            yield Place(ranks, Begun(meeting, ranks), watchdog)

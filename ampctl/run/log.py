@@ -17,7 +17,7 @@ import torch
 
 from ampctl import files
 from ampctl.checkpoint import disk
-from ampctl.checkpoint.background_save import Saved
+from ampctl.checkpoint.background_save import FinishedSave
 from ampctl.checkpoint.disk_space import shortage
 from ampctl.engine.state import Progress, StepReport
 from ampctl.engine.updater import key
@@ -193,7 +193,7 @@ class RunLog:
         """Take note of how long training stood still for a checkpoint."""
         self._stalls[step] = seconds
 
-    def saved(self, files: Sequence[Saved], run_dir: Path) -> None:
+    def saved(self, files: Sequence[FinishedSave], run_dir: Path) -> None:
         """Tell of the checkpoints that are on the disk by now."""
         for saved in files:
             path = saved.path.relative_to(run_dir)
@@ -212,7 +212,7 @@ class RunLog:
             self._warn_of_slow_save(saved)
             self._warn_of_little_room(saved)
 
-    def _warn_of_slow_save(self, saved: Saved) -> None:
+    def _warn_of_slow_save(self, saved: FinishedSave) -> None:
         """Warn, once, before a save at the last moment is cut off by the launcher."""
         limit = self._seconds_to_save
         if limit is None or saved.seconds <= limit / 2:
@@ -225,7 +225,7 @@ class RunLog:
             "for it; or set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to the seconds that it needs"
         )
 
-    def _warn_of_little_room(self, saved: Saved) -> None:
+    def _warn_of_little_room(self, saved: FinishedSave) -> None:
         """Warn after the first save, once, if the disk has no room for all that will be kept."""
         kept, self._files_kept = self._files_kept, None
         if kept is not None:

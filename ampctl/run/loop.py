@@ -67,8 +67,8 @@ def _epoch(run: Run) -> None:
     steps_per_epoch = job.train_data.steps_per_epoch
     for window, samples in _windows(run):
         run.step_began = time.perf_counter()
-        run.attendance.step = progress.step + 1
-        run.attendance.doing = f"step {progress.step + 1}"
+        run.watchdog.step = progress.step + 1
+        run.watchdog.doing = f"step {progress.step + 1}"
         try:
             measure = log.is_due(progress.step + 1)
             report = train_step(state, window, samples=samples, measure=measure)
@@ -93,13 +93,13 @@ def _epoch(run: Run) -> None:
             progress.epoch, progress.batch_in_epoch = epoch + 1, 0
         state.boundary.mark(state.device, job.train_data.probe)
         state.boundary.end()
-        run.attendance.doing = f"step {progress.step + 1}"
+        run.watchdog.doing = f"step {progress.step + 1}"
         log.mark(progress, epoch)
         if report is not None:
             _take(run, report)
         look(run)
-        by_time = run.heed.look(is_time=_time_to_save(run))
-        if ended or run.heed.received or by_time or _due(run) or finished(job):
+        by_time = run.stop_signal.look(is_time=_time_to_save(run))
+        if ended or run.stop_signal.received or by_time or _due(run) or finished(job):
             _boundary(run, epoch_ended=ended, by_time=by_time)
             if ended or finished(job):
                 return
@@ -110,7 +110,7 @@ def _epoch(run: Run) -> None:
                 "must start anew each epoch, and hold a whole batch where data.drop_last is set."
             )
         ends = f"data.train, in epoch {epoch},"
-        run.attendance.meet_at_end(ends, progress.batch_in_epoch, progress.samples)
+        run.watchdog.meet_at_end(ends, progress.batch_in_epoch, progress.samples)
         with state.boundary.changing():
             progress.epoch, progress.batch_in_epoch = epoch + 1, 0
         _boundary(run, epoch_ended=True)
@@ -172,23 +172,24 @@ def _boundary(
     recipe, step = run.job.recipe, run.progress.step
     every = recipe.train.eval_every_steps
     is_due = epoch_ended if every is None else step % every == 0
-    if run.heed.received is None and (over or is_due) and not stopping:
+    if run.stop_signal.received is None and (over or is_due) and not stopping:
         _evaluate(run, is_due=is_due)
         if is_due:
             follow(run)
         over = finished(run.job) is not None
-    if run.heed.received or stopping or over:
+    if run.stop_signal.received or stopping or over:
         _log_last(run)
-    if run.heed.received or stopping or over or by_time or _save_is_due(run, epoch_ended):
+    if run.stop_signal.received or stopping or over or by_time or _save_is_due(run, epoch_ended):
         save(run)
-        if run.heed.received is None:
+        if run.stop_signal.received is None:
             _require_a_use(run, at_most=MOST_SET_ASIDE)
     run.log.go(run.progress)
-    if run.heed.received:
+    if received := run.stop_signal.received:
+        signals = run.stop_signal.signals
         finish(run)
-        run.heed.signals.outcome = run.heed.signals.error(messages.saved(run), run.heed.received)
+        signals.outcome = signals.error(messages.saved(run), received)
         run.job.state.ranks.wait()  # a launcher ends the others when the first one leaves
-        raise run.heed.signals.outcome
+        raise signals.outcome
 
 
 def _require_a_use(run: Run, *, at_most: int) -> None:
@@ -266,14 +267,14 @@ def _evaluate(run: Run, *, is_due: bool) -> None:
     data, progress, recipe = run.job.eval_data, run.progress, run.job.recipe
     if data is None or progress.evaluated_step == progress.step:
         return
-    run.heed.begin()
-    run.attendance.doing = f"the evaluation after step {progress.step}"
+    run.stop_signal.begin()
+    run.watchdog.doing = f"the evaluation after step {progress.step}"
     with run.log.console.evaluating(len(data)) as shown:
 
         def proceed() -> bool:
             shown.advance()
-            run.heed.look()
-            return run.heed.received is None
+            run.stop_signal.look()
+            return run.stop_signal.received is None
 
         try:
             metrics = evaluate(run.job.state, data, proceed=proceed)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from ampctl.distributed.env import use_device
-from ampctl.distributed.thread_activity import LOOK_S, Pulse
+from ampctl.distributed.thread_activity import LOOK_S, ThreadActivity
 from ampctl.engine.step import settle
 from ampctl.errors import AmpctlError
 from ampctl.run import messages
@@ -39,9 +39,9 @@ def watch_over(run: Run, origin: Origin | None) -> None:
     if origin is not None:
         run.saved_step, run.newest = run.progress.step, origin.path
     run.job.state.boundary.mark(run.job.state.device, run.job.train_data.probe)
-    signals, rescue = run.heed.signals, Rescue(run)
+    signals, rescue = run.stop_signal.signals, Rescue(run)
     signals.rescue, signals.lost, signals.is_urgent = rescue, rescue.lost, rescue.is_urgent
-    run.attendance.hear = signals.hear
+    run.watchdog.hear = signals.hear
 
 
 class Rescue:
@@ -49,14 +49,14 @@ class Rescue:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._signals = run.heed.signals
-        self._pulse = Pulse()
+        self._signals = run.stop_signal.signals
+        self._activity = ThreadActivity()
         self._begun, self._first_step = time.monotonic(), run.progress.step
         self._heard = (b"", 0.0)
 
     def is_urgent(self) -> bool:
         """Return whether another rank is stuck already."""
-        return self._run.attendance.is_stopped
+        return self._run.watchdog.is_stopped
 
     def lost(self) -> str:
         """Return what is lost where the run ends at once."""
@@ -66,7 +66,7 @@ class Rescue:
         """Save what can be saved; return the error that ends the process."""
         store = None
         with suppress(RuntimeError):  # the store may be gone, with the rank that has it
-            store = self._run.attendance.stop(number)
+            store = self._run.watchdog.stop(number)
         error = self._end(number, since, store)
         if store is not None and self._run.job.state.ranks.is_first:
             with suppress(RuntimeError):
@@ -76,10 +76,10 @@ class Rescue:
 
     def _end(self, number: signal.Signals, since: float, store: Any) -> AmpctlError:
         run, state, training = self._run, self._run.job.state, threading.main_thread()
-        step = f"{run.attendance.doing}, at {run.attendance.place()}"
+        step = f"{run.watchdog.doing}, at {run.watchdog.place()}"
         while True:
             writers = self._writers()
-            is_still = self._pulse.has_stopped(writers or [training])
+            is_still = self._activity.has_stopped(writers or [training])
             if writers:
                 if is_still:
                     return self._unsaved(number, "a save was stuck")
@@ -149,7 +149,7 @@ class Rescue:
         begun = time.monotonic()
         while thread.is_alive():
             writers = self._writers()
-            is_still = self._pulse.has_stopped([thread, *writers])
+            is_still = self._activity.has_stopped([thread, *writers])
             if is_still or (not writers and self._is_late(None, begun, is_still=False)):
                 return self._unsaved(number, f"the run was stuck in {step}, and the save after it")
             self._tell_at_work(store)
@@ -166,7 +166,7 @@ class Rescue:
         return error
 
     def _writers(self) -> list[threading.Thread]:
-        writer = self._run.store.flight.worker
+        writer = self._run.store.background_save.worker
         return [writer] if writer else []
 
     def _save(self, generators: list[dict[str, Any]]) -> None:
@@ -243,10 +243,10 @@ class Rescue:
                 reason = {130: "interrupted", 75: "preempted"}.get(error.exit_code, "error")
                 run.log.stop(run.progress.step, reason, error.exit_code)
                 run.log.console.close()
-            run.attendance.log_stacks(f"{error}")
+            run.watchdog.log_stacks(f"{error}")
 
         thread = threading.Thread(target=tell, name="last words", daemon=True)
         thread.start()
-        pulse = Pulse()
-        while thread.is_alive() and not pulse.has_stopped([thread]):
+        activity = ThreadActivity()
+        while thread.is_alive() and not activity.has_stopped([thread]):
             thread.join(LOOK_S)

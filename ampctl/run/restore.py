@@ -25,7 +25,7 @@ from ampctl.recipe.load import LoadedRecipe, parse_recipe, recipe_changes
 from ampctl.recipe.schema import Block, Recipe, by_name
 from ampctl.recipe.yaml_source import MAX_BYTES
 from ampctl.run.folder import RECIPE
-from ampctl.state_dict.load import MisfitError, in_present_order
+from ampctl.state_dict.load import MismatchError, in_present_order
 from ampctl.state_dict.optimizers import make_skippable
 
 _NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
@@ -122,7 +122,7 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
     names = [updater.name for updater in job.state.updaters]
     with (
         as_damage(origin.path),
-        misfits_explained(
+        mismatches_explained(
             origin.path, payload, origin.saved_recipe, job.loaded, job.state.ranks.option
         ),
     ):
@@ -177,7 +177,7 @@ def _forget_what_changed(job: Job, saved: Recipe, notify: Callable[[str], None])
 
 
 @contextmanager
-def misfits_explained(
+def mismatches_explained(
     path: Path,
     payload: Mapping[str, Any],
     saved: LoadedRecipe,
@@ -192,7 +192,7 @@ def misfits_explained(
     was, text = payload["environment"], payload["recipe"]
     try:
         yield
-    except MisfitError as error:
+    except MismatchError as error:
         changes = _changes_under(error.keys, saved, loaded)
         if not changes:
             keys = " and ".join(error.keys)

@@ -11,11 +11,11 @@ from typing import Any
 from ampctl import commands
 from ampctl.builder.job import Job
 from ampctl.checkpoint.index import NONFINITE
-from ampctl.checkpoint.shard_writer import Elsewhere
+from ampctl.checkpoint.shard_writer import ShardWriter
 from ampctl.checkpoint.store import Store
 from ampctl.distributed.ranks import Ranks
-from ampctl.distributed.stop_signal import Heed
-from ampctl.distributed.watchdog import Attendance
+from ampctl.distributed.stop_signal import StopSignal
+from ampctl.distributed.watchdog import Watchdog
 from ampctl.engine.state import Progress
 from ampctl.recipe.load import LoadedRecipe
 from ampctl.run.folder import RECIPE
@@ -43,10 +43,10 @@ class Run:
 
     job: Job
     run_dir: Path
-    store: Store | Elsewhere
+    store: Store | ShardWriter
     log: RunLog
-    heed: Heed
-    attendance: Attendance
+    stop_signal: StopSignal
+    watchdog: Watchdog
     environment: dict[str, Any]
     anew: str = ""
     memory: HostMemory | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampctl.builder.checkpointable import refuse_unsavable
 from ampctl.builder.job import Job
-from ampctl.checkpoint.shard_writer import Elsewhere
+from ampctl.checkpoint.shard_writer import ShardWriter
 from ampctl.checkpoint.store import Store
 from ampctl.data.workers import WorkerError
 from ampctl.distributed.ranks import Writers
@@ -33,14 +33,14 @@ SLOW_DISK = 1e8
 
 def open_store(
     job: Job, run_dir: Path, origin: Origin | None, writers: Writers | None, console: Console
-) -> Store | Elsewhere:
+) -> Store | ShardWriter:
     """Return where this rank saves, with what the settings do not keep dropped from there.
 
     ``writers``: the ranks that write together, where each has a part of the state.
     """
     checkpoint = job.recipe.checkpoint
     if not job.state.ranks.is_first:
-        return Elsewhere(run_dir, asynchronous=checkpoint.asynchronous, writers=writers)
+        return ShardWriter(run_dir, asynchronous=checkpoint.asynchronous, writers=writers)
     return _tidied(checkpoint, run_dir, origin, writers, console)
 
 
@@ -102,9 +102,9 @@ def save(run: Run) -> None:
     saved = state.state_dict()
     with state.boundary.changing():  # nobody else may save meanwhile
         size = hand_over(run, saved, run.memory)
-    if isinstance(run.store, Elsewhere):
+    if isinstance(run.store, ShardWriter):
         return
-    run.store.linger(_patience(run, size))
+    run.store.wait_at_most(_patience(run, size))
     run.log.stalled(progress.step, time.perf_counter() - begin)
     look(run)
 
@@ -117,7 +117,7 @@ def hand_over(run: Run, saved: Mapping[str, Any], memory: HostMemory | None) -> 
     job, state, progress = run.job, run.job.state, run.progress
     run.saved_step, run.saved_at = progress.step, time.monotonic()
     shards: dict[str, Tensor] | None = {} if state.ranks.shards else None
-    if isinstance(run.store, Elsewhere) and shards is None:  # rank 0 writes what all of them hold
+    if isinstance(run.store, ShardWriter) and shards is None:  # rank 0 writes what all of them hold
         return 0
     nonfinite = state.nonfinite(saved)
     payload = copies.snapshot(
@@ -133,7 +133,7 @@ def hand_over(run: Run, saved: Mapping[str, Any], memory: HostMemory | None) -> 
         shards=shards,
         memory=memory,
     )
-    if isinstance(run.store, Elsewhere):
+    if isinstance(run.store, ShardWriter):
         run.store.save(shards or {}, step=progress.step)
         return 0
     if nonfinite:

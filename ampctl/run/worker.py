@@ -17,13 +17,13 @@ from ampctl.builder.job import Job
 from ampctl.checkpoint import identity, lock
 from ampctl.checkpoint.abandoned import ABANDONED, abandon_after
 from ampctl.checkpoint.index import Entry
-from ampctl.checkpoint.shard_writer import Elsewhere
+from ampctl.checkpoint.shard_writer import ShardWriter
 from ampctl.checkpoint.store import Loaded, NoCheckpointError, Store, load
 from ampctl.distributed.env import StopSignals, ended_at_once
 from ampctl.distributed.launched import seconds_to_save
 from ampctl.distributed.ranks import Ranks, Writers, from_environment
-from ampctl.distributed.stop_signal import Heed
-from ampctl.distributed.watchdog import Attendance
+from ampctl.distributed.stop_signal import StopSignal
+from ampctl.distributed.watchdog import Watchdog
 from ampctl.doctor.ignored import ignored_settings
 from ampctl.doctor.lone_sample import refuse_lone_sample
 from ampctl.doctor.precision_check import preflight
@@ -202,7 +202,7 @@ def _run(
     console = Console(quiet=quiet, rank=ranks.rank)
 
     def warned(text: str) -> None:
-        place.attendance.say_once(text, console.warn)
+        place.watchdog.say_once(text, console.warn)
 
     with closing(console), warnings_told(warned):
         for note in notes if ranks.is_first else ():
@@ -231,7 +231,7 @@ def _run(
         signals.training = True
         with log_file(run_dir, ranks.rank):
             anew = begun_anew(loaded, run_dir, origin, init_from, every)
-            _fit(job, store, run_dir, origin, console, signals, place.attendance, facts, anew)
+            _fit(job, store, run_dir, origin, console, signals, place.watchdog, facts, anew)
 
 
 def _go_back(run_dir: Path, entry: Entry, damaged: Sequence[str], console: Console) -> None:
@@ -274,12 +274,12 @@ def _prepare(job: Job, run_dir: Path, origin: Origin | None, console: Console) -
 
 def _fit(
     job: Job,
-    store: Store | Elsewhere,
+    store: Store | ShardWriter,
     run_dir: Path,
     origin: Origin | None,
     console: Console,
     signals: StopSignals,
-    attendance: Attendance,
+    watchdog: Watchdog,
     facts: dict[str, Any],
     anew: str,
 ) -> None:
@@ -296,10 +296,10 @@ def _fit(
     )
     copies = checkpoint.asynchronous and (ranks.is_first or ranks.shards)
     memory = HostMemory() if copies else None
-    run = Run(job, run_dir, store, log, Heed(signals, ranks), attendance, facts, anew, memory)
+    run = Run(job, run_dir, store, log, StopSignal(signals, ranks), watchdog, facts, anew, memory)
     watch_over(run, origin)
     try:
-        with attendance.explaining(), memory_told():  # before it is told how the run has ended
+        with watchdog.explaining(), memory_told():  # before it is told how the run has ended
             job.state.agree()
             _tell_start(run, origin)
             reason = fit(run)

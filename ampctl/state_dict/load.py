@@ -25,7 +25,7 @@ _MOST_GLOBS = 4
 Notify = Callable[[str], None]
 
 
-class MisfitError(CheckpointError):
+class MismatchError(CheckpointError):
     """A part of a checkpoint that does not fit what was built: what of it does, and what does not.
 
     ``keys`` are those of the recipe that the part hangs on. ``allowances`` are the options with
@@ -47,7 +47,7 @@ class MisfitError(CheckpointError):
         super().__init__(f"the checkpoint does not fit the recipe: {part}\n{told}")
 
 
-def misfits(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]:
+def mismatches(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]:
     """Say of each name that does not fit why."""
     lines = {name: "missing in the checkpoint" for name in own if name not in saved}
     lines |= {name: "not in the model" for name in saved if name not in own}
@@ -89,10 +89,10 @@ def _glob(name: str, fine: Collection[str]) -> str:
 def require_fit(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Raise MisfitError that lists by name what of saved weights does not fit."""
     own = model.state_dict()
-    lines = misfits(own, state)
+    lines = mismatches(own, state)
     if lines:
         every = own.keys() | state.keys()
-        raise MisfitError(
+        raise MismatchError(
             "model",
             [f"{name}: {why}" for name, why in sorted(lines.items(), key=str)],
             fits=f"{len(every) - len(lines)} of {len(every)} tensors fit",
@@ -161,7 +161,7 @@ def load_optimizer(
     own, saved = _names(own_groups), _names(state["param_groups"])
     if own != saved or _counts(own_groups) != _counts(state["param_groups"]):
         lines, fits = _group_difference(optimizer, own_groups, state["param_groups"])
-        raise MisfitError(key, lines, fits=fits, keys=("optimizer", "model"))
+        raise MismatchError(key, lines, fits=fits, keys=("optimizer", "model"))
     from_recipe = [
         {name: value for name, value in group.items() if name not in ("params", "param_names")}
         for group in own_groups
@@ -194,7 +194,7 @@ def load_optimizer(
     try:
         optimizer.load_state_dict({**state, "param_groups": groups})
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise MisfitError(key, [str(error)], keys=("optimizer", "model")) from error
+        raise MismatchError(key, [str(error)], keys=("optimizer", "model")) from error
     for kept in optimizer.state.values():
         for name in useless & kept.keys():
             del kept[name]
@@ -307,7 +307,7 @@ def _state_difference(
             for name, count in sorted(lacking.items())
         ]
         held = {name for each in state["state"].values() for name in each}
-        raise MisfitError(
+        raise MismatchError(
             key, lines, fits=f"the checkpoint has {', '.join(sorted(held))}", keys=("optimizer",)
         )
     return useless

@@ -16,16 +16,16 @@ from torch.distributed import HashStore
 from ampctl.distributed.env import has_work
 from ampctl.distributed.failure import RankFailedError
 from ampctl.distributed.ranks import ALONE, Ranks
-from ampctl.distributed.watchdog import Attendance, _place
+from ampctl.distributed.watchdog import Watchdog, _place
 from ampctl.errors import MachineError
 
 CLOSED = "[third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer [::1]:1"
 TIMEOUT = "[gloo/transport/tcp/unbound_buffer.cc:1] Timed out waiting 3000ms for recv operation"
 
 
-def attendance(minutes: float = 0.01, rank: int = 0) -> tuple[Attendance, Any]:
+def watchdog(minutes: float = 0.01, rank: int = 0) -> tuple[Watchdog, Any]:
     store = HashStore()
-    return Attendance(Ranks(rank, 2), store, minutes), store
+    return Watchdog(Ranks(rank, 2), store, minutes), store
 
 
 def alive(store: Any, place: dict[str, Any]) -> Callable[[], None]:
@@ -43,7 +43,7 @@ def alive(store: Any, place: dict[str, Any]) -> Callable[[], None]:
 
 
 def test_errors_of_ones_own_are_raised_as_they_are() -> None:
-    for mine in (attendance()[0], Attendance(ALONE, None, 1.0)):
+    for mine in (watchdog()[0], Watchdog(ALONE, None, 1.0)):
         for error in (KeyError("x"), RuntimeError("connection closed"), RuntimeError("timed out")):
             with pytest.raises(type(error)) as raised, mine.open():
                 raise error
@@ -51,7 +51,7 @@ def test_errors_of_ones_own_are_raised_as_they_are() -> None:
 
 
 def test_a_rank_that_lives_and_does_something_else_is_named_with_its_place() -> None:
-    mine, store = attendance()
+    mine, store = watchdog()
     mine.doing = "step 5"
     end = alive(store, {"doing": "step 4", "at": "mine.py:3 in forward", "waits": False})
     with pytest.raises(MachineError) as raised, mine.open():
@@ -63,7 +63,7 @@ def test_a_rank_that_lives_and_does_something_else_is_named_with_its_place() -> 
 
 
 def test_ranks_that_wait_in_different_places_are_told_with_them() -> None:
-    mine, store = attendance()
+    mine, store = watchdog()
     mine.doing = "step 5"
     end = alive(store, {"doing": "the evaluation", "at": "loop.py:3 in f", "waits": True})
     words = r"rank 0 in step 5, .*; rank 1 in the evaluation, at loop"
@@ -73,7 +73,7 @@ def test_ranks_that_wait_in_different_places_are_told_with_them() -> None:
 
 
 def test_a_rank_that_is_alone_in_losing_its_connection_says_so() -> None:
-    mine, store = attendance()
+    mine, store = watchdog()
     end = alive(store, {"doing": "step 1", "at": "", "waits": True})
     words = r"connection .* broke: every other rank is still there"
     with pytest.raises(MachineError, match=words), mine.open():
@@ -83,7 +83,7 @@ def test_a_rank_that_is_alone_in_losing_its_connection_says_so() -> None:
 
 def test_the_error_of_a_rank_that_ended_is_handed_on_with_its_code() -> None:
     store = HashStore()
-    first, other = Attendance(Ranks(1, 2), store, 0.01), Attendance(Ranks(0, 2), store, 0.01)
+    first, other = Watchdog(Ranks(1, 2), store, 0.01), Watchdog(Ranks(0, 2), store, 0.01)
     with pytest.raises(KeyError), first.open():
         raise KeyError("mine")
     words = "the start: rank 1 ended: KeyError: 'mine'"
@@ -114,14 +114,14 @@ def test_e7_a_rank_that_waits_for_its_device_for_too_long_ends_before_the_watchd
     left = threading.Lock()  # waited for in native code, as by `.item()`
     left.acquire()
 
-    def leave(self: Attendance, verdict: str) -> None:
+    def leave(self: Watchdog, verdict: str) -> None:
         if not told:
             told.append(verdict)
             left.release()
 
-    monkeypatch.setattr(Attendance, "_leave", leave)
+    monkeypatch.setattr(Watchdog, "_leave", leave)
     device.busy = busy
-    mine = Attendance(Ranks(0, 2), HashStore(), 0.01, device.device)
+    mine = Watchdog(Ranks(0, 2), HashStore(), 0.01, device.device)
     mine.doing = "step 5"
     with mine.open():
         assert left.acquire(timeout=120 if busy else 2) == busy
@@ -136,7 +136,7 @@ def test_e7_a_rank_that_waits_for_its_device_is_not_told_as_one_that_is_elsewher
     device: SimpleNamespace,
 ) -> None:
     store = HashStore()
-    mine = Attendance(Ranks(0, 2), store, 0.01, device.device)
+    mine = Watchdog(Ranks(0, 2), store, 0.01, device.device)
     left = threading.Lock()
     left.acquire()
 
@@ -177,7 +177,7 @@ def test_e7_a_device_has_work_until_its_stream_is_done(monkeypatch: pytest.Monke
 
 def test_equal_words_of_two_ranks_are_said_once() -> None:
     store, said = HashStore(), []
-    first, other = Attendance(Ranks(0, 2), store, 1.0), Attendance(Ranks(1, 2), store, 1.0)
+    first, other = Watchdog(Ranks(0, 2), store, 1.0), Watchdog(Ranks(1, 2), store, 1.0)
     with other.open():
         other.say_once("both", lambda text: said.append((1, text)))
         other.say_once("one", lambda text: said.append((1, text)))
@@ -190,5 +190,5 @@ def test_equal_words_of_two_ranks_are_said_once() -> None:
 def test_the_place_is_the_innermost_line_of_the_users_own() -> None:
     import sys
 
-    assert _place(sys._getframe()).startswith("tests/test_attendance.py:")
+    assert _place(sys._getframe()).startswith("tests/test_watchdog.py:")
     assert _place(None) == "its start"

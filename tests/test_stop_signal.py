@@ -11,7 +11,7 @@ from processes import DEADLINE_S
 
 from ampctl.distributed.env import StopSignals
 from ampctl.distributed.ranks import ALONE, Ranks
-from ampctl.distributed.stop_signal import MOST_LOOKS, Heed
+from ampctl.distributed.stop_signal import MOST_LOOKS, StopSignal
 
 
 class Together:
@@ -23,10 +23,10 @@ class Together:
         self._barrier = threading.Barrier(2, timeout=DEADLINE_S)
         self._said: dict[int, tuple[float, ...]] = {}
         self._clock = threading.local()
-        self.heeds: list[Heed] = []
+        self.heeds: list[StopSignal] = []
         monkeypatch.setattr(Ranks, "largest", lambda ranks, *said: self._largest(ranks, said))
         monkeypatch.setattr("time.monotonic", lambda: getattr(self._clock, "now", 0.0))
-        self.heeds = [Heed(each, Ranks(rank, 2)) for rank, each in enumerate(self.signals)]
+        self.heeds = [StopSignal(each, Ranks(rank, 2)) for rank, each in enumerate(self.signals)]
 
     def _largest(self, ranks: Ranks, said: tuple[float, ...]) -> list[float]:
         self._said[ranks.rank] = said
@@ -39,13 +39,13 @@ class Together:
     def look(self, times: int, seconds: float, *, is_time: bool = False) -> list[int | None]:
         """Let each rank look so often; return at which look it knew of a signal."""
 
-        def rank(heed: Heed) -> int | None:
+        def rank(stop_signal: StopSignal) -> int | None:
             self._clock.now = 0.0
-            heed.begin()
+            stop_signal.begin()
             for place in range(times):
                 self._clock.now += seconds
-                self.is_due = heed.look(is_time=is_time)
-                if heed.received is not None:
+                self.is_due = stop_signal.look(is_time=is_time)
+                if stop_signal.received is not None:
                     return place
             return None
 
@@ -55,12 +55,12 @@ class Together:
 
 def test_one_process_heeds_at_once() -> None:
     signals = StopSignals()
-    heed = Heed(signals, ALONE)
-    assert heed.received is None
+    stop_signal = StopSignal(signals, ALONE)
+    assert stop_signal.received is None
     signals.received = signal.SIGTERM
-    assert heed.received is signal.SIGTERM
-    assert heed.look(is_time=True)
-    assert not heed.look()
+    assert stop_signal.received is signal.SIGTERM
+    assert stop_signal.look(is_time=True)
+    assert not stop_signal.look()
 
 
 @pytest.mark.parametrize(("step_s", "most"), [(0.001, 500 / MOST_LOOKS + 8), (2.0, 500)])
@@ -77,7 +77,7 @@ def test_both_know_of_a_signal_at_the_same_look(monkeypatch: pytest.MonkeyPatch,
     together = Together(monkeypatch)
     together.signals[rank].received = signal.SIGUSR1
     assert together.look(3, 5.0) == [0, 0]  # the first look after `begin` is one together
-    assert [heed.received for heed in together.heeds] == [signal.SIGUSR1] * 2
+    assert [stop_signal.received for stop_signal in together.heeds] == [signal.SIGUSR1] * 2
 
 
 def test_the_clock_of_the_first_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
