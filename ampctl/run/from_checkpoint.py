@@ -16,11 +16,9 @@ from torch import nn
 
 from ampctl import rng
 from ampctl.amp.masters import upcast_
-from ampctl.amp.modules import set_module_dtypes
-from ampctl.amp.precision import Precision, set_accuracy
-from ampctl.amp.scaler import LossScaler
-from ampctl.builder.job import build_eval_data, compiled, micro_batch_size, settle_device
-from ampctl.builder.parts import build_model, build_task
+from ampctl.builder.job import build_eval_data, micro_batch_size
+from ampctl.builder.parts import build_model
+from ampctl.builder.state import build_state, settle_device
 from ampctl.checkpoint.contents import Facts, fact
 from ampctl.checkpoint.export import chosen_weights, tell_nonfinite
 from ampctl.checkpoint.index import log_warning
@@ -29,7 +27,6 @@ from ampctl.data.loader import EvalData
 from ampctl.distributed.env import choose_device, ended_at_once
 from ampctl.distributed.ranks import Ranks, from_environment
 from ampctl.doctor.mismatch import in_words
-from ampctl.engine.buffers import BufferGuard
 from ampctl.engine.evaluation import evaluate
 from ampctl.engine.state import TrainState
 from ampctl.errors import RecipeError
@@ -120,7 +117,8 @@ def _evaluate(
     data = build_eval_data(loaded, device, ranks)
     assert data is not None, "a recipe without a split was refused"
     with no_larger_than(weights):
-        state = _state(loaded, device, precision, ranks)
+        rng.seed_everything(loaded.recipe.seed)  # and before its model, buffers of which are drawn
+        state = build_state(loaded, device, precision, ranks, to_train=False)
     if state.precision.name != payload["dtype"]:
         tell(f"evaluating in {state.precision.name}; it was trained in {fact(payload['dtype'])}")
     _fill(state.bare, weights, found.path, tell)
@@ -163,38 +161,6 @@ def _with_batches_of_training(loaded: LoadedRecipe, world_size: int) -> LoadedRe
     recipe = loaded.recipe
     size = recipe.data.eval_batch_size or micro_batch_size(recipe, Ranks(size=max(1, world_size)))
     return replace(loaded, recipe=replace(recipe, data=replace(recipe.data, eval_batch_size=size)))
-
-
-def _state(
-    loaded: LoadedRecipe, device: torch.device, precision: Precision, ranks: Ranks
-) -> TrainState:
-    """Build what an evaluation runs on: nothing that would train."""
-    recipe = loaded.recipe
-    bare = _model(loaded, device)
-    modules = set_module_dtypes(
-        bare, recipe.amp.modules, device_type=device.type, origins=loaded.origins
-    )
-    task = build_task(loaded)
-    local: Any = bare if recipe.train.compile is False else compiled(loaded, bare, task)
-    set_accuracy(recipe.amp)
-    scaling = precision.needs_scaling or "float16" in modules.values()
-    return TrainState(
-        model=local,
-        local=local,
-        bare=bare,
-        task=task,
-        updaters=(),
-        scaler=LossScaler(recipe.amp, enabled=scaling, device=device),
-        precision=precision,
-        amp=recipe.amp,
-        device=device,
-        buffers=BufferGuard(bare),
-        ema=None,
-        ranks=ranks,
-        channels_last=recipe.train.channels_last,
-        compiled=recipe.train.compile is not False,
-        module_dtypes=modules,
-    )
 
 
 def _model(loaded: LoadedRecipe, device: torch.device) -> nn.Module:
