@@ -19,7 +19,7 @@ from ampctl.doctor.nonfinite import examine
 from ampctl.errors import UsageError
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
-from ampctl.tasks import as_task
+from ampctl.tasks.task import as_task
 
 HALVES = ("float16", "bfloat16")
 ROUGH = {"float32": 1e-6, "float16": 5e-3, "bfloat16": 4e-2}

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from ampctl.doctor.trace import Operation, Trace
 from ampctl.engine.evaluation import _means, evaluate
-from ampctl.tasks import Classification, as_task
+from ampctl.tasks import Classification
+from ampctl.tasks.task import as_task
 
 
 class Counted:

@@ -26,7 +26,7 @@ from ampctl.errors import NumericsError, RecipeError
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
 from ampctl.run import worker
-from ampctl.tasks import as_task
+from ampctl.tasks.task import as_task
 
 KINDS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

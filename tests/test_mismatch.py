@@ -19,7 +19,7 @@ from ampctl.engine.updater import Updater
 from ampctl.errors import MachineError, UsageError
 from ampctl.recipe.load import load_recipe
 from ampctl.run import worker
-from ampctl.tasks import as_task
+from ampctl.tasks.task import as_task
 
 RECIPE = """
 name: misfit

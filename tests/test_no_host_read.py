@@ -21,7 +21,7 @@ from ampctl.distributed.ranks import ALONE
 from ampctl.engine.buffers import BufferGuard
 from ampctl.engine.ema import WeightAverage
 from ampctl.engine.learning_rate import FunctionSchedule
-from ampctl.engine.step import _any, _leave_no_trace, _step, _unscale_and_clip
+from ampctl.engine.step import _any, _leave_no_trace, _unscale_and_clip
 from ampctl.engine.updater import Updater
 from ampctl.recipe.schema import AmpConfig
 
@@ -59,7 +59,7 @@ def half_a_step(state: Any) -> dict[str, Tensor]:
     for parameter in updater.parameters:
         parameter.grad = torch.empty_like(parameter)
     found = {"": _unscale_and_clip(state, updater, figures, measure=True)}
-    _step(state, updater, found[""], [], found[""])
+    state.scaler.step(updater.optimizer, found[""])
     _leave_no_trace(state, state.updaters, found)
     state.scaler.update(_any({**found, "other": found[""]}))
     return figures | found | peaks.figures()

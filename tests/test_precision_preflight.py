@@ -37,7 +37,7 @@ from ampctl.engine.step import train_step
 from ampctl.engine.updater import Updater
 from ampctl.errors import UsageError
 from ampctl.recipe.load import load_recipe
-from ampctl.tasks import as_task
+from ampctl.tasks.task import as_task
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 

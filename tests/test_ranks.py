@@ -23,7 +23,7 @@ from ampctl.engine.state import TrainState
 from ampctl.engine.step import settle, train_step
 from ampctl.errors import NumericsError
 from ampctl.recipe.schema import AmpConfig
-from ampctl.tasks import as_task
+from ampctl.tasks.task import as_task
 
 SIZE = 2
 

@@ -30,7 +30,7 @@ from ampctl.errors import CheckpointError, RecipeError, UsageError
 from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
 from ampctl.run import worker
-from ampctl.tasks import as_task
+from ampctl.tasks.task import as_task
 from ampctl.track.metrics import read_metrics
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from ampctl.engine.step import settle, train_step
+from ampctl.recipe.load import load_recipe
 from ampctl.recipe.schema import AmpConfig
+from ampctl.run import worker
 from ampctl.schedules import Cosine
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -157,7 +161,7 @@ def test_sp9_the_step_uses_the_scale_of_its_own_backward() -> None:
         def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
             return model(batch).sum()
 
-    from ampctl.tasks import as_task
+    from ampctl.tasks.task import as_task
 
     model = Sum()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -195,3 +199,45 @@ def test_a_step_measures_the_gradient_where_it_is_asked_to() -> None:
         assert report is not None
         figures = (report.grad_norm, report.underflow, report.largest)
         assert [figure is not None for figure in figures] == [bool(asked.get("measure"))] * 3
+
+
+def test_torch_is_called_four_frames_below_the_worker(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads a traceback, or the code from the loop on, comes to the step at once."""
+    frames: dict[str, list[str]] = {}
+
+    def watched(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            ours = [
+                f
+                for f in traceback.extract_stack()
+                if Path(worker.__file__).parents[1] in Path(f.filename).parents
+            ]
+            last = max(i for i, f in enumerate(ours) if f.filename == worker.__file__)
+            frames[name] = [f.name for f in ours[last + 1 :]]
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    watched(torch.autograd, "backward")
+    watched(torch.optim.SGD, "step")
+    (folder / "r.yaml").write_text(SMALL)
+    worker.train(load_recipe("r.yaml"), run_dir=folder / "run", resume=False, quiet=True)
+    assert frames == {
+        "backward": ["fit", "_epoch", "train_step", "backward_passes"],
+        "step": ["fit", "_epoch", "train_step", "step"],
+    }
+
+
+SMALL = """
+name: small
+model: {_target_: ampctl.models.MLP, in_features: 64, hidden: [8], num_classes: 10}
+task: {_target_: ampctl.tasks.Classification}
+data: {train: {_target_: ampctl.data.Digits}, batch_size: 64}
+optimizer: {_target_: torch.optim.SGD, lr: 0.1}
+amp: {dtype: float32}
+train: {max_steps: 1, device: cpu}
+"""

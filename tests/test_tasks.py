@@ -11,15 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctl.errors import UsageError
-from ampctl.tasks import (
-    Classification,
-    LanguageModel,
-    Regression,
-    Task,
-    Transformers,
-    as_task,
-    why_not_called,
-)
+from ampctl.tasks import Classification, LanguageModel, Regression, Task, Transformers
+from ampctl.tasks.task import as_task, why_not_called
 
 
 class Echo(nn.Module):

@@ -5,7 +5,7 @@ Stepping is ``step``'s; tasks with several losses, one for each optimizer, are `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctl.data.loader import unwrapped
 from ampctl.data.move import tensors
-from ampctl.engine.passes import Turn, backward, forward, items_known, items_of, weighed, wrong
+from ampctl.engine.passes import Turn, forward, items_known, items_of, no_gradient, weighed, wrong
 from ampctl.engine.state import TrainState
 from ampctl.engine.turns import turns
 from ampctl.errors import UsageError, first_of
@@ -24,29 +24,20 @@ from ampctl.tasks.task import may_give_none
 
 def backward_passes(
     state: TrainState, window: Sequence[Any], samples: int | None = None
-) -> Iterator[Turn]:
-    """Accumulate the scaled gradients of a window, and yield when optimizers can step by them.
+) -> Iterable[Turn]:
+    """Accumulate the scaled gradients of a window; return the optimizers that can step by them.
 
     On several ranks each has its part of the window; ``samples`` are those of all of them, and the
     gradients are averaged so that each item (a sample, a token) weighs the same.
 
-    Once for a task with ``loss``: every optimizer steps by it. For a task with ``losses``, once for
-    each of its turns; what the task computes after a turn sees the weights as they are then. Not at
-    all where no rank has an item, or a loss for one.
+    For a task with ``loss`` there is one turn, with every optimizer in it, or none where no rank
+    has an item or a loss for one. For a task with ``losses`` the passes of a turn run when it is
+    asked for, and what the task computes after a turn sees the weights as they are then.
 
     Raises UsageError if the losses are not what they should be.
     """
     if state.takes_turns:
-        yield from turns(state, window, samples)
-        return
-    mean = _accumulate(state, window, samples)
-    _require_all_used(state, begun=mean is not None)
-    if mean is not None:
-        yield state.updaters, mean
-
-
-def _accumulate(state: TrainState, window: Sequence[Any], samples: int | None) -> Tensor | None:
-    """Run a window's passes for one loss; return its mean, or None where it is of no items."""
+        return turns(state, window, samples)
     extras, ranks = state.extras("loss"), state.ranks
     counts, held = items_of(state, window), items_known(state, samples)
     # What a later micro-batch turns out to have no loss for is not in the sum that is made first.
@@ -78,13 +69,19 @@ def _accumulate(state: TrainState, window: Sequence[Any], samples: int | None) -
             outputs.clear()
             assert loss is not None, "one rank has gone on, and several have a loss of 0"
             share = counts[place] * ranks.size / (held or 1.0)
-            part = backward(state, loss, share, state.updaters[0])
+            loss = loss * share if share != 1.0 else loss
+            if not loss.requires_grad:
+                raise no_gradient(state, state.updaters[0])
+            with state.untouched.around_backward():
+                torch.autograd.backward(state.scaler.scale(loss))
+            part = loss.detach().float()
             del loss  # with its graph
         mean = part if mean is None else mean + part
-    if mean is None:
-        return None
-    given = sum(counts) if ranks.size == 1 else held if later is None else later()
-    return weighed(mean, state.parameters, held or 0.0, given or 0.0)
+    if mean is not None:
+        given = sum(counts) if ranks.size == 1 else held if later is None else later()
+        mean = weighed(mean, state.parameters, held or 0.0, given or 0.0)
+    _require_all_used(state, begun=mean is not None)
+    return [(state.updaters, mean)] if mean is not None else []
 
 
 def forward_backward(state: TrainState, window: Sequence[Any]) -> Tensor:

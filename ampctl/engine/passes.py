@@ -85,26 +85,6 @@ def forward(state: TrainState, batch: Any, extras: Mapping[str, Any]) -> Tensor 
     return None if loss is None else scalar(loss, state, "loss")
 
 
-def backward(
-    state: TrainState,
-    loss: Tensor,
-    share: float,
-    updater: Updater,
-    inputs: Sequence[Tensor] | None = None,
-) -> Tensor:
-    """Add the scaled gradient of a micro-batch; return its part of the mean loss.
-
-    ``inputs``: the parameters that get a gradient, if not all.
-    """
-    if share != 1.0:
-        loss = loss * share
-    if not loss.requires_grad or (inputs is not None and not inputs):
-        raise no_gradient(state, updater)
-    with state.untouched.around_backward():
-        torch.autograd.backward(state.scaler.scale(loss), inputs=inputs)
-    return loss.detach().float()
-
-
 def no_gradient(state: TrainState, updater: Updater) -> NoGradientError:
     """Return the error that no parameter of an optimizer received a gradient."""
     own = set(map(id, updater.parameters))

@@ -80,7 +80,18 @@ def train_step(
             if state.rewinds:  # all or nothing
                 found = dict.fromkeys(found, _any(found))
             for updater in updaters:
-                _step(state, updater, found[updater.name], window, loss)
+                found_inf = found[updater.name]
+                if state.rewinds:
+                    state.rewinds[updater.name].mark()
+                try:
+                    if updater.closure:
+                        _step_with_closure(state, updater, found_inf, window, loss)
+                    else:
+                        state.scaler.step(updater.optimizer, found_inf)
+                except (RuntimeError, NotImplementedError) as error:
+                    if told := _unsteppable(error, state, updater):
+                        raise told from error
+                    raise
             if not state.rewinds:
                 _leave_no_trace(state, updaters, found)
 
@@ -244,26 +255,15 @@ def _unscale_and_clip(
     return found_inf
 
 
-def _step(
-    state: TrainState, updater: Updater, found_inf: Tensor, window: Sequence[Any], loss: Tensor
-) -> None:
-    """Let one optimizer make its step, unless ``found_inf``."""
-    if state.rewinds:
-        state.rewinds[updater.name].mark()
-    try:
-        if updater.closure:
-            _step_with_closure(state, updater, found_inf, window, loss)
-        else:
-            state.scaler.step(updater.optimizer, found_inf)
-    except (RuntimeError, NotImplementedError) as error:
-        if not state.ranks.shards or comes_of_others(error):
-            raise
-        kind = type(updater.optimizer).__name__
-        raise UsageError(
-            f"{block_key('optimizer', updater.name)}: {kind} cannot step parameters that fsdp "
-            f"shards: {str(error).splitlines()[0]}. Use distributed.strategy=ddp, or an optimizer "
-            "of torch.optim that updates element by element (AdamW, SGD, ...)"
-        ) from error
+def _unsteppable(error: Exception, state: TrainState, updater: Updater) -> UsageError | None:
+    """Return the error that an optimizer cannot step sharded parameters, if it is that."""
+    if not state.ranks.shards or comes_of_others(error):
+        return None
+    return UsageError(
+        f"{block_key('optimizer', updater.name)}: {type(updater.optimizer).__name__} cannot step "
+        f"parameters that fsdp shards: {str(error).splitlines()[0]}. Use distributed.strategy=ddp, "
+        "or an optimizer of torch.optim that updates element by element (AdamW, SGD, ...)"
+    )
 
 
 def _step_with_closure(

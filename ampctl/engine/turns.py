@@ -15,7 +15,16 @@ from torch import Tensor
 from ampctl import torch_private
 from ampctl.data.loader import unwrapped
 from ampctl.data.move import to_device
-from ampctl.engine.passes import Turn, backward, items_known, items_of, kind, scalar, weighed, wrong
+from ampctl.engine.passes import (
+    Turn,
+    items_known,
+    items_of,
+    kind,
+    no_gradient,
+    scalar,
+    weighed,
+    wrong,
+)
 from ampctl.engine.state import TrainState
 from ampctl.engine.updater import Updater
 
@@ -140,7 +149,12 @@ def _turn(
         # critic's gradient. A task may have frozen a part, for a while or from now on.
         trained = [each for each in updater.parameters if each.requires_grad]
         share = run.count * state.ranks.size / held
-        part = backward(state, loss, share, updater, inputs=trained)
+        loss = loss * share if share != 1.0 else loss
+        if not loss.requires_grad or not trained:
+            raise no_gradient(state, updater)
+        with state.untouched.around_backward():
+            torch.autograd.backward(state.scaler.scale(loss), inputs=trained)
+        part = loss.detach().float()
         mean = part if mean is None else mean + part
         items += run.count
     name = names[0] if names else None
