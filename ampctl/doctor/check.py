@@ -202,8 +202,10 @@ def _first_update(
             f"the first step has changed no weight: a rate of {max(rates):g} is too small for "
             f"their dtype. Raise {remedy.rate(state)}"
         )
+    if state.scaler.enabled:  # float16 may overflow in the next step, whatever the rate
+        return first, last
     then = _step(job, window)
-    if then.skipped and not state.scaler.enabled:
+    if then.skipped:
         raise NumericsError(
             f"the first step goes too far: the gradient after it is not finite"
             f"{_diagnosis(job, window, then)}"
