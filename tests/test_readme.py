@@ -444,7 +444,6 @@ LEFT_OUT = " ".join(
         "disk_faults.py::test_a_disk_of_every_small_size_ends_a_run_in_words",
         "wrong_content.py::test_all_that_can_be_wrong_is_told_or_changes_nothing",
         "fuzz_recipes.py::test_thousands_of_recipes_and_overrides_end_in_words",
-        "fuzz_user_code.py::test_every_fault_of_ones_own_code_is_told_with_its_line",
     )
 )
 

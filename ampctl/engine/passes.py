@@ -81,7 +81,7 @@ def forward(state: TrainState, batch: Any, extras: Mapping[str, Any]) -> Tensor 
     batch = to_device(batch, state.device, channels_last=state.channels_last)
     with state.untouched.around(), state.precision.autocast():
         given = state.task.loss(state.model, batch, **extras)
-    loss = given[0] if isinstance(given, tuple) else given
+    loss = given[0] if isinstance(given, tuple) and given else given
     return None if loss is None else scalar(loss, state, "loss")
 
 
