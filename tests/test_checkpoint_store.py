@@ -745,8 +745,8 @@ def test_an_error_of_the_writing_thread_surfaces(tmp_path, surfaces, monkeypatch
             disk, "publish", lambda *args: (_ for _ in ()).throw(OSError(5, "I/O error"))
         )
         saver.save(payload(1), step=1, metrics={})
-        assert saver.background_save._in_flight is not None
-        saver.background_save._in_flight.exception()
+        assert saver.background_save._running is not None
+        saver.background_save._running.exception()
     act = {
         "save": lambda: saver.save(payload(2), step=2, metrics={}),
         "wait": saver.wait,

@@ -42,28 +42,28 @@ ALLOWED = {
     "checkpoint.export": {"torch.save", "save_file", "os.fdopen"},  # to a file that was made anew
     "checkpoint.disk": {"os.open"},  # a folder
     "checkpoint.index": {"disk.write_bytes"},  # by files.create
-    "checkpoint.parts": {
+    "checkpoint.sharded": {
         "FileSystemWriter",  # to a folder that was made anew
         "class FileSystemReader",  # of parts that were proved
     },
-    "train.init_from": {"load_file"},  # of a file that was opened, and is named by the user
-    "train.folder": {"disk.write_bytes"},  # by files.create
-    "train.log": {"class logging.FileHandler", "os.fdopen"},  # of files.descriptor
-    "train.proof": {"spec.write_text", "noted.read_text"},  # in a temporary folder
-    "train.witness": {"told.read_text", "write_text"},  # in a temporary folder
-    "train.place": {"watchdog.open"},  # no file
+    "run.init_from": {"load_file"},  # of a file that was opened, and is named by the user
+    "run.folder": {"disk.write_bytes"},  # by files.create
+    "run.log": {"class logging.FileHandler", "os.fdopen"},  # of files.descriptor
+    "exactness.proof": {"spec.write_text", "noted.read_text"},  # in a temporary folder
+    "exactness.witness": {"told.read_text", "write_text"},  # in a temporary folder
+    "run.job_place": {"watchdog.open"},  # no file
     "recipe.reading": {"os.open"},  # a recipe that the user names; it may be a pipe
     "recipe.builtin": {"open"},  # ampctl's own
     "cli.recipes": {"read_text", "target.open", "source.read_text"},  # ampctl's own, and a new one
     "data.digits": {"file.open", "np.load"},  # ampctl's own
     "data.text": {"path.read_bytes", "file.read_bytes"},  # the user's data
     "environment": {"CPUINFO.read_text"},  # /proc
-    "distributed.env": {"self._ear.open"},  # a pipe without a name
-    "distributed.pulse": {"read_text"},  # /proc
-    "distributed.srun": {"read_bytes", "read_text"},  # /proc
+    "distributed.env": {"self._listener.open"},  # a pipe without a name
+    "distributed.thread_activity": {"read_text"},  # /proc
+    "launcher.srun": {"read_bytes", "read_text"},  # /proc
     "distributed.address": {"read_text"},  # /proc
     "distributed.failure": {"part.write_text", "path.touch"},  # in torchelastic's folder
-    "surroundings": {"os.open"},  # the null device
+    "launcher.streams": {"os.open"},  # the null device
     "track.console": {"os.open"},  # the null device
 }
 
