@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constant:
-    """The rate as it is, after a linear warm-up: the factor is min((u + 1) / warmup_steps, 1)."""
+    """The rate as it is, after a linear warm-up of ``warmup_steps`` updates.
+
+    The factor is min((u + 1) / warmup_steps, 1) at update u, from 0.
+    """
 
     warmup_steps: int = 0
 
@@ -28,10 +31,11 @@ class Constant:
 class Cosine:
     """Half a cosine from 1 down to ``final_ratio`` at ``total_steps``, after a linear warm-up.
 
-    The factor is final_ratio + (1 - final_ratio) * (1 + cos(pi * t)) / 2; t goes from 0 at the end
-    of the warm-up to 1 at ``total_steps`` and stays there. A warm-up that is as long as the run, or
-    longer, leaves no room for the decay. Source: Loshchilov and Hutter, "SGDR: Stochastic Gradient
-    Descent with Warm Restarts", 2017, equation 5, without restarts.
+    The warm-up takes ``warmup_steps`` updates. The factor is
+    final_ratio + (1 - final_ratio) * (1 + cos(pi * t)) / 2; t goes from 0 at the end of the warm-up
+    to 1 at ``total_steps`` and stays there. A warm-up that is as long as the run, or longer, leaves
+    no room for the decay. Source: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with
+    Warm Restarts", 2017, equation 5, without restarts.
     """
 
     total_steps: int
@@ -52,9 +56,9 @@ class Cosine:
 class Linear:
     """A straight line from 1 down to ``final_ratio`` at ``total_steps``, after a linear warm-up.
 
-    The factor is 1 - (1 - final_ratio) * t; t goes from 0 at the end of the warm-up to 1 at
-    ``total_steps`` and stays there. A warm-up that is as long as the run, or longer, leaves no room
-    for the decay.
+    The warm-up takes ``warmup_steps`` updates. The factor is 1 - (1 - final_ratio) * t; t goes from
+    0 at the end of the warm-up to 1 at ``total_steps`` and stays there. A warm-up that is as long
+    as the run, or longer, leaves no room for the decay.
     """
 
     total_steps: int
@@ -75,8 +79,8 @@ class Linear:
 class Step:
     """A factor ``gamma`` more at each ``every`` updates, times a linear warm-up.
 
-    The factor is gamma ** (u // every); u counts from the run's first update, not from the end of
-    the warm-up.
+    The factor is gamma ** (u // every) at update u, from 0; u counts from the run's first update,
+    not from the end of the warm-up of ``warmup_steps`` updates.
     """
 
     every: int

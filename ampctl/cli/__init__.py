@@ -38,7 +38,7 @@ def _root(
 
 
 def env(as_json: Json = False) -> None:
-    """Tell the machine, the versions, the devices, and what each precision can do here."""
+    """Describe the machine, the versions, the devices, and what each precision can do here."""
     with screen.told():
         from ampctl import environment
 

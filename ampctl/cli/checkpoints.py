@@ -40,14 +40,14 @@ def inspect(
     checkpoint: CheckpointArgument,
     other: Annotated[
         Path | None,
-        typer.Argument(metavar="[OTHER]", help="A second one: tell what differs in it."),
+        typer.Argument(metavar="[OTHER]", help="A second one: describe what differs in it."),
     ] = None,
     recipe: Annotated[
         bool, typer.Option("--recipe", help="Print the recipe inside, and nothing else.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Tell what is in a checkpoint, or what differs between two; builds nothing."""
+    """Describe a checkpoint, or what differs between two; builds nothing."""
     with screen.told():
         if recipe and (other is not None or as_json):
             raise UsageError("--recipe prints the recipe of one checkpoint alone")

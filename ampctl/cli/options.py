@@ -61,7 +61,7 @@ Averaged = Annotated[
     ),
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Build what the recipe in the checkpoint names.")
+    bool, typer.Option("--trust", help="Build whatever the recipe in the checkpoint names.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -86,11 +86,19 @@ NodeRank = Annotated[
 ]
 RdzvBackend = Annotated[
     str | None,
-    _torchrun("--rdzv-backend", metavar="NAME", help="How nodes meet: c10d (as it is), static."),
+    _torchrun(
+        "--rdzv-backend",
+        metavar="NAME",
+        help="How nodes find each other: c10d (the default) or static.",
+    ),
 ]
 RdzvEndpoint = Annotated[
     str | None,
-    _torchrun("--rdzv-endpoint", metavar="HOST:PORT", help="Where nodes meet: one of them."),
+    _torchrun(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="Where nodes find each other: the host and port of one of them.",
+    ),
 ]
 RdzvId = Annotated[
     str | None, _torchrun("--rdzv-id", metavar="ID", help="The job's name, the same on each node.")
@@ -100,6 +108,6 @@ MaxRestarts = Annotated[
     _torchrun(
         "--max-restarts",
         metavar="N",
-        help="Starts anew, from the newest checkpoint, after a crash of a process.",
+        help="How often to start again, from the newest checkpoint, after a process has crashed.",
     ),
 ]

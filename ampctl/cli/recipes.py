@@ -21,7 +21,7 @@ def show(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     origin: Annotated[
-        bool, typer.Option("--origin", help="Say where each value came from.")
+        bool, typer.Option("--origin", help="Print where each value came from.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -43,7 +43,8 @@ def train(
     resume: Annotated[
         Resume,
         typer.Option(
-            help="auto: go on from the newest intact checkpoint in --run-dir, or start there."
+            help="auto: continue from the newest intact checkpoint in --run-dir, or start there; "
+            "never: refuse a folder that holds a run."
         ),
     ] = Resume.never,
     init_from: Annotated[
@@ -102,7 +103,10 @@ def resume(
     run_dir: Annotated[
         Path | None,
         typer.Option(
-            "--run-dir", metavar="DIR", help="A new folder to go on in.", show_default="the run's"
+            "--run-dir",
+            metavar="DIR",
+            help="A new folder to continue in.",
+            show_default="the run's",
         ),
     ] = None,
     quiet: Quiet = False,
@@ -115,7 +119,7 @@ def resume(
     rdzv_id: RdzvId = None,
     max_restarts: MaxRestarts = None,
 ) -> None:
-    """Go on with a run from a checkpoint, exactly; nothing else is needed."""
+    """Continue a run from a checkpoint, exactly; nothing else is needed."""
     with screen.told():
         meeting = (node_rank, rdzv_backend, rdzv_endpoint, rdzv_id)
         options = Options(nproc_per_node, nnodes, *meeting, max_restarts)

@@ -18,7 +18,8 @@ TEST_EVERY = 5
 class Digits(Dataset[tuple[Tensor, Tensor]]):
     """1,797 handwritten digits: image float32 [1, 8, 8] in [0, 1], label int64.
 
-    Every fifth image of each class, in file order, is ``test`` (355 images); the rest is ``train``.
+    ``split``: every fifth image of each class, in file order, is ``test`` (355 images); the rest is
+    ``train``.
     ``__getitems__`` gathers a whole batch at once: images [batch, 1, 8, 8], labels [batch].
 
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine

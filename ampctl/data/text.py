@@ -63,8 +63,12 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
 class PythonSource(ByteWindows):
     """The source of the standard library of the Python that runs this: about 12 MB of real text.
 
-    The ``.py`` files without their tests, in the order of their paths, joined; every tenth file is
-    ``test``. Another version of Python gives another text. ``max_bytes`` keeps the beginning alone.
+    The ``.py`` files without their tests, in the order of their paths, joined. ``split``: every
+    tenth file is ``test``, the rest is ``train``. Another version of Python gives another text.
+    ``max_bytes`` keeps the beginning alone; null: all.
+
+    A sample is (input, target), both int64 [``context``], of bytes; the target is the input moved
+    on by one byte.
     """
 
     def __init__(
@@ -90,7 +94,11 @@ class PythonSource(ByteWindows):
 class TextFile(ByteWindows):
     """The bytes of a file; its last ``test_fraction`` is ``test``, what comes before is ``train``.
 
-    A relative path starts at the current folder. A file that cannot be read is a UsageError.
+    ``split`` is one of the two. A relative ``path`` starts at the current folder. A file that
+    cannot be read is a UsageError.
+
+    A sample is (input, target), both int64 [``context``], of bytes; the target is the input moved
+    on by one byte.
     """
 
     def __init__(

@@ -9,9 +9,11 @@ from torch.nn import functional as F
 class ConvNet(nn.Module):
     """Two 3x3 convolutions with BatchNorm, ReLU and pooling, then a classifier of two layers.
 
-    Takes images [batch, in_channels, height, width] of at least 8x8 pixels; what is left of them
-    after pooling is averaged to 2x2. Much of its arithmetic is in matrix products, since float16
-    convolutions have no fast backward on a CPU.
+    Takes images [batch, ``in_channels``, height, width] of at least 8x8 pixels; what is left of
+    them after pooling is averaged to 2x2. The convolutions have ``width`` and twice ``width``
+    channels; the classifier has ``hidden`` units, ``dropout`` before them, and ``num_classes``
+    logits. Much of its arithmetic is in matrix products, since float16 convolutions have no fast
+    backward on a CPU.
     """
 
     def __init__(

@@ -12,6 +12,11 @@ from torch.nn import functional as F
 class GPT(nn.Module):
     """Pre-norm decoder with learned positions and a head tied to the token embedding.
 
+    Takes tokens [batch, time], int64, below ``vocab_size``, with a time of ``context`` at most.
+    ``width``, a multiple of ``num_heads``, is the size of the residual stream; ``num_layers``
+    counts the blocks, each of attention and feed-forward; ``dropout`` acts in both and on the
+    embedding.
+
     Architecture and initialisation: Radford et al., "Language Models are Unsupervised Multitask
     Learners", 2019: weights N(0, 0.02), those that write into the residual stream scaled by
     1 / sqrt(2 * num_layers). The defaults make 10.8 M parameters.

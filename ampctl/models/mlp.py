@@ -8,7 +8,11 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them; the input is flattened to [batch, in_features]."""
+    """Linear layers with ReLU between them, and ``num_classes`` logits at the end.
+
+    The input is flattened to [batch, ``in_features``]. ``hidden`` has the width of each hidden
+    layer; ``dropout`` stands after each of them.
+    """
 
     def __init__(
         self, in_features: int, hidden: Sequence[int], num_classes: int, dropout: float = 0.0

@@ -56,9 +56,11 @@ def is_block(hint: Any) -> bool:
     return [member for member in members(hint) if member is not None] == [Mapping[str, Any]]
 
 
-def allowed(hint: Any, limits: Mapping[str, Any]) -> str:
-    """Say in words what a key takes."""
-    bounds = "".join(f", {words} {limits[n]:g}" for n, (words, _) in LIMITS.items() if n in limits)
+def allowed(hint: Any, limits: Mapping[str, Any] = types.MappingProxyType({})) -> str:
+    """Describe in words what a type, of a key or of an argument, takes."""
+    bounds = "".join(
+        f", {words} {_figure(limits[n])}" for n, (words, _) in LIMITS.items() if n in limits
+    )
     told = []
     for member in members(hint):
         origin = get_origin(member)
@@ -70,9 +72,18 @@ def allowed(hint: Any, limits: Mapping[str, Any]) -> str:
             told.append(f"a block with a {TARGET}")
         elif is_dataclass(member):
             told.append(f"a mapping of {', '.join(entry.name for entry in fields(member))}")
-        elif origin is tuple:
-            told.append(f"a list of {allowed(get_args(member)[0], limits)}")
+        elif origin in (tuple, list, abc.Sequence):
+            told.append(f"a list of {_plural(allowed(get_args(member)[0], limits))}")
         else:
             names = {bool: "true or false", str: "text", None: "null", abc.Mapping: "a mapping"}
-            told.append(names.get(origin or member, "a value"))
+            told.append(names.get(origin or member) or f"a {getattr(member, '__name__', 'value')}")
     return " or ".join(told)
+
+
+def _plural(words: str) -> str:
+    """Return ``whole numbers`` for ``a whole number``; other words as they are."""
+    return f"{words[2:]}s" if words in ("a whole number", "a number") else words
+
+
+def _figure(limit: float) -> str:
+    return f"{limit}" if isinstance(limit, int) else f"{limit:g}"

@@ -1,4 +1,4 @@
-"""Words for a wrong or a missing key: the key that was probably meant, an example of its use."""
+"""Words for a wrong name: the key that was probably meant, the names that are near."""
 
 from __future__ import annotations
 
@@ -47,18 +47,6 @@ _KNOWN_ELSEWHERE: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_EXAMPLES: Mapping[str, str] = MappingProxyType(
-    {
-        "name": "name: my-run",
-        "model": "model: {_target_: ampctl.models.ConvNet, num_classes: 10}",
-        "task": "task: {_target_: ampctl.tasks.Classification}",
-        "data": "data: {train: {_target_: ampctl.data.Digits, split: train}, batch_size: 64}",
-        "data.train": "train: {_target_: ampctl.data.Digits, split: train}",
-        "data.batch_size": "batch_size: 64",
-        "optimizer": "optimizer: {_target_: torch.optim.AdamW, lr: 3e-3}",
-    }
-)
-
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:
     """Return the known word closest to a wrong one, or None where none is close."""
@@ -100,11 +88,6 @@ def right_key(section: str, name: str, keys: Iterable[str]) -> str | None:
         if close is not None:
             return table[close]
     return None
-
-
-def example(key: str, allowed: str) -> str:
-    """Return a line that sets a required key."""
-    return _EXAMPLES.get(key, f"{key.rpartition('.')[2]}: <{allowed}>")
 
 
 def _form(word: str) -> str:

@@ -19,7 +19,7 @@ from ampctl.recipe.keys import Path, child, dotted
 from ampctl.recipe.layers import COMMAND_LINE, leaves
 from ampctl.recipe.scalar import boolean, number, number_meant
 from ampctl.recipe.schema import TARGET, Recipe
-from ampctl.recipe.suggest import example, nearest, right_key
+from ampctl.recipe.suggest import nearest, right_key
 from ampctl.recipe.yaml_source import Node
 
 MAX_UNKNOWN_KEYS = 20
@@ -71,7 +71,7 @@ def _section(cls: type[T], node: Node, path: Path, found: Validation) -> T | obj
             value = _value(hints[entry.name], child, (*path, entry.name), entry.metadata, found)
             arguments[entry.name] = found.values[key] = value
         elif entry.default is MISSING and entry.default_factory is MISSING:
-            _missing(hints[entry.name], entry, key, node.where, found)
+            _missing(entry, key, node.where, found)
             arguments[entry.name] = found.values[key] = _INVALID
         elif entry.default is not MISSING:
             found.values[key] = entry.default
@@ -235,9 +235,9 @@ def _got(node: Node) -> str:
     return f"{text} ({kind})"
 
 
-def _missing(hint: Any, entry: Field[Any], key: str, where: str, found: Validation) -> None:
-    message = f"missing; needed: {entry.metadata.get('help', '')}"
-    advice = f"add for example:  {example(key, allowed(hint, entry.metadata))}"
+def _missing(entry: Field[Any], key: str, where: str, found: Validation) -> None:
+    message = f"missing; needed: {entry.metadata['help']}"
+    advice = f"add for example:  {entry.name}: {entry.metadata['example']}"
     found.problems.append(Problem(where, key, message, advice))
 
 

@@ -37,8 +37,9 @@ class Classification(Task):
     The model returns logits [batch, classes, ...], or an object with them in ``.logits``. Labels
     are int64 [batch, ...], or the probability of each class, floats of the logits' shape (mixup).
 
-    The arguments are those of ``torch.nn.functional.cross_entropy``. The items are the labels other
-    than ``ignore_index``, each as many as the ``weight`` of its class, by which accuracy is weighed
+    The arguments are those of ``torch.nn.functional.cross_entropy``: ``label_smoothing`` from 0 to
+    1; ``weight`` has a number for each class; labels of ``ignore_index`` do not count. The items
+    are the labels that count, each as many as the weight of its class, by which accuracy is weighed
     too; of probabilities every one is an item, whose largest entry is the label.
     """
 
@@ -182,7 +183,7 @@ class Transformers(Task):
 
     The items are the labels other than ``ignore_index`` where labels are whole numbers, samples
     otherwise. ``shift`` says that the model moves labels [batch, time] on by one token, as most
-    causal language models do. What is None is found out from the model: see :meth:`find_out`.
+    causal language models do. What is None (null) is found out from the model and a batch.
     """
 
     def __init__(self, shift: bool | None = None, ignore_index: int | None = None) -> None:
