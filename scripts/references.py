@@ -69,7 +69,15 @@ def recipe_page() -> str:
         "relative to this one. Their keys are taken over; where both have a key, this file wins. "
         "Example: `extends: base.yaml`",
     ]
-    parts += ["## At the top", "\n".join(key_lines(Recipe)), *sections(Recipe)]
+    parts += [
+        "## At the top",
+        "\n".join(key_lines(Recipe)),
+        "Two arguments of an optimizer are read by ampctl itself. `groups` gives options of their "
+        'own to globs of parameter names, as in `groups: {"head.*": {lr: 1e-4}}`. `params` is a '
+        "glob, or a list of them, of the parameters that one of several optimizers trains, as in "
+        '`generator: {_target_: torch.optim.Adam, lr: 1e-3, params: "generator.*"}`.',
+        *sections(Recipe),
+    ]
     return _page(*parts)
 
 

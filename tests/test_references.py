@@ -112,6 +112,17 @@ def test_the_example_of_each_key_loads_and_changes_it(folder: Path) -> None:
     assert set(unchanged) == needed | {"train.max_epochs", "log.trackers"}
 
 
+def test_the_examples_of_optimizers_load(folder: Path) -> None:
+    (least,) = yaml_blocks(page("recipe"))
+    (folder / "least.yaml").write_text(least)
+    groups, several = re.findall(r"`((?:groups|generator): \{.*?\})`", page("recipe"))
+    with_groups = load_recipe("least.yaml", [f"optimizer={{{groups}}}"])
+    assert with_groups.recipe.optimizer["groups"] == {"head.*": {"lr": 1e-4}}
+    text = re.sub(r"(?m)^optimizer: .*$", f"optimizer: {{{several}}}", least)
+    (folder / "several.yaml").write_text(text)
+    assert load_recipe("several.yaml").recipe.optimizer["generator"]["params"] == "generator.*"
+
+
 # ---------------------------------------------------------------- commands
 
 
