@@ -25,7 +25,7 @@ from ampctl.cli import app
 TESTS = Path(__file__).parent
 COMMANDS = (
     *("train", "resume", "check", "inspect", "eval", "export"),
-    *("show", "schema", "env", "recipes"),
+    *("show", "schema", "env", "docs", "recipes"),
 )
 RECIPE = """\
 name: small

@@ -1,4 +1,4 @@
-"""The manifest in the README, run as a pod would run it; what operators of Kubernetes set in pods.
+"""The manifest in the manual, run as a pod would run it; what operators of Kubernetes set in pods.
 
 The variables are those of the Training Operator (v1.9) and of Trainer v2. Nothing of Kubernetes is
 here: pods are processes.
@@ -32,7 +32,7 @@ from ampctl.launcher.plan import Options, with_variables
 from ampctl.track.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "ampctl" / "docs" / "kubernetes.md").read_text(encoding="utf-8")
 DEADLINE_S = 120
 Pods = Callable[[int, int], dict[str, str]]
 
@@ -45,7 +45,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def manifest() -> dict[str, Any]:
-    (block,) = re.findall(r"^```yaml\n(apiVersion: .*?)^```$", README, re.M | re.S)
+    (block,) = re.findall(r"^```yaml\n(apiVersion: .*?)^```$", PAGE, re.M | re.S)
     loaded: dict[str, Any] = yaml.safe_load(block)
     return loaded
 

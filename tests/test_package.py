@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tarfile
 import venv
@@ -77,3 +78,18 @@ def test_d20_the_marker_of_types_is_in_all_that_is_built(built: Path) -> None:
     assert "ampctl/py.typed" in zipfile.ZipFile(wheel).namelist()
     with tarfile.open(sources) as archive:
         assert "ampctl-0.1.0/ampctl/py.typed" in archive.getnames()
+
+
+def test_the_manual_is_in_all_that_is_built_and_read_from_there(built: Path, user: Path) -> None:
+    (wheel,), (sources,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    in_wheel = zipfile.ZipFile(wheel).namelist()
+    with tarfile.open(sources) as archive:
+        in_archive = archive.getnames()
+    pages = [f"ampctl/docs/{path.name}" for path in (ROOT / "ampctl" / "docs").iterdir()]
+    assert len(pages) >= 20
+    assert set(pages) <= set(in_wheel)
+    assert {f"ampctl-0.1.0/{page}" for page in pages} <= set(in_archive)
+    done = subprocess.run(
+        [user, "-m", "ampctl", "docs", "resuming"], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.startswith("# Resuming"), done.stderr

@@ -1,4 +1,4 @@
-"""The README is true: its commands are run, its outputs, tables and examples compared."""
+"""README and manual are true: their commands are run, outputs, tables and examples compared."""
 
 from __future__ import annotations
 
@@ -28,8 +28,18 @@ from ampctl.recipe.load import load_recipe
 from ampctl.track.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOCS = ROOT / "ampctl" / "docs"
+# The README comes first, for other pages look at the runs of its session.
+PAGES = [
+    ROOT / "README.md",
+    *(path for path in sorted(DOCS.glob("*.md")) if not path.name.startswith("reference-")),
+]
+TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
+MARK = re.compile(r"<!-- not run: (.*?) -->\n")
+FENCE = re.compile(rf"^((?:{MARK.pattern})?)```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# What a test cannot have; the blocks are still read by the tests below and by test_kubernetes.
+NOT_RUN = ("needs a GPU", "needs Kubernetes", "needs SLURM", "needs two machines")
 
 # The run of the README in half the time, with the same words on the screen; the whole of it, and
 # what it reaches, is in test_recipes.
@@ -44,7 +54,6 @@ ELSEWHERE = {
     "scripts/test",
     "scripts/test --slow",
     "scripts/test --oldest",
-    "scripts/gpu_check",
     "scripts/gpu_check --device cpu --tiny",
     "scripts/mutants",
 }
@@ -52,14 +61,20 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a ``console`` block, and the output that the README shows below it."""
+    """One command of a ``console`` block, and the output that is shown below it."""
 
     text: str
     shown: tuple[str, ...]
 
 
-def blocks(language: str) -> list[str]:
-    return [text for name, text in FENCE.findall(README) if name == language]
+def page(topic: str) -> str:
+    return TEXTS[DOCS / f"{topic}.md"]
+
+
+def blocks(language: str, *, run: bool = True) -> list[str]:
+    """Return the blocks of a language on all pages: those to run, or those marked as not run."""
+    found = (block for text in TEXTS.values() for block in FENCE.findall(text))
+    return [text for mark, _, name, text in found if name == language and run == (not mark)]
 
 
 def commands() -> list[Command]:
@@ -116,12 +131,14 @@ def assert_shown(command: Command, output: str, cpu: Cpu) -> None:
 
 
 def write_files(folder: Path) -> list[str]:
-    """Write each code block that opens with ``# NAME``; return the names."""
-    names = []
+    """Write each code block that opens with ``# NAME``; return the names. Twice is once."""
+    names: list[str] = []
     for language in ("python", "yaml"):
         for block in blocks(language):
             name = re.match(r"# (\w+\.(?:py|yaml))\b", block)
-            if name:
+            if name and name[1] in names:
+                assert (folder / name[1]).read_text(encoding="utf-8") == block, name[1]
+            elif name:
                 (folder / name[1]).write_text(block, encoding="utf-8")
                 names.append(name[1])
     return names
@@ -240,19 +257,47 @@ def test_every_other_command_is_one_that_a_test_knows(
 
 
 def test_the_commands_for_several_machines_are_good_command_lines() -> None:
-    lines = [line for block in blocks("text") for line in block.splitlines()]
-    words = [shlex.split(line) for line in lines if line.startswith(("ampctl ", "sbatch "))]
-    assert [each[0] for each in words] == ["ampctl", "sbatch"]
+    lines = [line for block in blocks("bash", run=False) for line in block.splitlines()]
+    words = {line.split()[0]: shlex.split(line) for line in lines}
+    assert list(words) == ["scripts/gpu_check", "sbatch", "ampctl"]
     train = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
-    assert train.make_context("train", words[0][2:]).params["nnodes"] == "2"
-    script = words[1].index("scripts/slurm.sbatch")
-    assert train.make_context("train", words[1][script + 1 :]).params["recipe"] == "my.yaml"
+    assert train.make_context("train", words["ampctl"][2:]).params["nnodes"] == "2"
+    script = words["sbatch"].index("scripts/slurm.sbatch")
+    of_train = words["sbatch"][script + 1 :]
+    assert train.make_context("train", of_train).params["recipe"] == "my.yaml"
+
+
+def test_what_is_not_run_is_marked_and_counted() -> None:
+    marks = [mark for text in TEXTS.values() for mark in MARK.findall(text)]
+    of_blocks = [why for text in TEXTS.values() for _, why, _, _ in FENCE.findall(text) if why]
+    assert sorted(of_blocks) == sorted(marks) == sorted(NOT_RUN)
+
+
+def test_no_command_stands_where_it_is_not_run() -> None:
+    for path, text in TEXTS.items():
+        assert text.count("```") == 2 * len(FENCE.findall(text)), path
+        languages = {language for _, _, language, _ in FENCE.findall(text)}
+        assert languages <= {"console", "bash", "python", "yaml", "text"}, path
+    for block in blocks("text"):
+        assert not re.search(r"^(\$|ampctl|python|scripts/)", block, re.MULTILINE), block
+
+
+def test_the_readme_is_short_links_to_every_page_and_prose_is_narrow() -> None:
+    readme = TEXTS[PAGES[0]]
+    assert len(readme.splitlines()) <= 200
+    for path in PAGES[1:]:
+        assert f"(ampctl/docs/{path.name})" in readme, path.name
+    for path, text in TEXTS.items():
+        for line in FENCE.sub("", text).splitlines():
+            assert len(line) <= 110 or line.startswith(("|", "![")), f"{path.name}: {line}"
 
 
 def test_the_own_example_is_a_dozen_lines_and_is_there(folder: Path) -> None:
-    python = ["quantile.py", "ring.py", "counting.py"]
-    names = [*python, "mistakes.yaml", "quantile.yaml", "ring.yaml"]
-    assert write_files(folder) == names
+    names = {"quantile.py", "ring.py", "counting.py", "mistakes.yaml", "quantile.yaml", "ring.yaml"}
+    assert set(write_files(folder)) == names
+    assert "# quantile.yaml: " in TEXTS[PAGES[0]]
+    recipe = (folder / "quantile.yaml").read_text(encoding="utf-8")
+    assert len(recipe.splitlines()) <= 12
     source = (folder / "quantile.py").read_text(encoding="utf-8")
     task = source[source.index("class Quantile") :].splitlines()
     assert len([line for line in task if line.strip()]) <= 13
@@ -263,7 +308,7 @@ def test_the_keys_and_defaults_shown_are_those_of_the_schema(folder: Path) -> No
     (folder / "whole.yaml").write_text(whole, encoding="utf-8")
     load_recipe("whole.yaml")
     shown, defaults = yaml.safe_load(whole), default_values()
-    limits = README[README.index("## Limits") :]
+    limits = page("limits")
     for key in schema_keys():
         section, _, name = key.partition(".")
         if "." in name:  # of early_stop, which is shown on one line in a comment
@@ -279,7 +324,7 @@ def test_the_keys_and_defaults_shown_are_those_of_the_schema(folder: Path) -> No
 
 
 def test_the_exit_codes_are_those_of_the_errors() -> None:
-    table = README[README.index("| code | meaning |") :].split("\n\n")[0]
+    table = page("resuming").partition("| code | meaning |")[2].split("\n\n")[0]
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     raised = {kind.exit_code for kind in kinds if issubclass(kind, errors.AmpctlError)}
@@ -287,8 +332,7 @@ def test_the_exit_codes_are_those_of_the_errors() -> None:
 
 
 def test_every_guarantee_names_a_test_that_is_there() -> None:
-    section = README[README.index("## What ampctl guarantees") :].split("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    rows = [line for line in page("guarantees").splitlines() if line.startswith("| ")][1:]
     sources = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/test_*.py"))
     assert len(rows) > 15
     for row in rows:
@@ -298,26 +342,28 @@ def test_every_guarantee_names_a_test_that_is_there() -> None:
 
 
 def test_the_findings_listed_are_those_there_are() -> None:
-    table = README[README.index("| finding |") :].split("\n\n")[0]
+    table = page("diagnosis").partition("| finding |")[2].split("\n\n")[0]
     listed = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", table, re.MULTILINE))
     assert listed == dict(MEANINGS)
 
 
 def test_what_is_named_exists() -> None:
-    for text, target in re.findall(r"!?\[([^\]]*)\]\(([^)#]+)\)", README):
-        assert text
-        assert "://" not in target, "the README points into the repository alone"
-        assert (ROOT / target).is_file(), target
-    for path in re.findall(r"`((?:scripts|recipes|ampctl|\.ci)/[\w./]+)`", README):
+    for page_path, text in TEXTS.items():
+        for name, target in re.findall(r"!?\[([^\]]*)\]\(([^)#]+)\)", FENCE.sub("", text)):
+            assert name
+            assert "://" not in target, "the manual points into the repository alone"
+            assert (page_path.parent / target).is_file(), f"{page_path.name}: {target}"
+    whole = "\n".join(TEXTS.values())
+    for path in re.findall(r"`((?:scripts|recipes|ampctl|\.ci)/[\w./]+)`", whole):
         assert (ROOT / path).is_file(), path
     program = [sys.executable, "-m", "ampctl", "--help"]
     told = subprocess.run(program, capture_output=True, text=True, check=True).stdout
     there = set(re.findall(r"^. (\w+) ", told, re.MULTILINE))
     assert {"train", "resume", "check"} <= there
-    missing = re.search(r"There is no (.*?) yet\.", README, re.DOTALL)
+    missing = re.search(r"There is no (.*?) yet\.", whole, re.DOTALL)
     assert missing
     assert not there & set(re.findall(r"(\w+)`", missing[1])), "a limit is lifted: tell so"
-    for command in re.findall(r"`ampctl (\w+)[^`]*`", README.replace(missing[0], "")):
+    for command in re.findall(r"`ampctl (\w+)[^`]*`", whole.replace(missing[0], "")):
         assert command in there, command
 
 
@@ -326,7 +372,7 @@ def test_the_pictures_are_small_and_load_nothing(name: str) -> None:
     from xml.etree import ElementTree
 
     file = ROOT / "recipes" / name
-    assert f"(recipes/{name})" in README
+    assert f"(recipes/{name})" in TEXTS[PAGES[0]]
     assert file.stat().st_size < 60_000
     text = file.read_text(encoding="utf-8")
     ElementTree.fromstring(text)

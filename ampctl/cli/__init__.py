@@ -10,13 +10,14 @@ from typing import Annotated
 import typer
 
 from ampctl import __version__
-from ampctl.cli import checkpoints, recipes, runs, screen, verification
+from ampctl.cli import checkpoints, manual, recipes, runs, screen, verification
 from ampctl.cli.options import Command, Json
 
 app = typer.Typer(
     name="ampctl",
     help="Train PyTorch models in mixed precision from one YAML recipe, and resume them exactly.",
     no_args_is_help=True,
+    epilog="The manual: ampctl docs",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -37,6 +38,11 @@ def _root(
     """Hold the options that come before a command."""
 
 
+def _see(topic: str) -> str:
+    """Return the last line of a command's help, which names a page of the manual."""
+    return f"More about this: ampctl docs {topic}"
+
+
 def env(as_json: Json = False) -> None:
     """Describe the machine, the versions, the devices, and what each precision can do here."""
     with screen.told():
@@ -46,14 +52,15 @@ def env(as_json: Json = False) -> None:
         screen.show({**facts, "precisions": rows}, environment.describe(facts, rows), as_json)
 
 
-app.command(cls=Command)(runs.train)
-app.command(cls=Command)(runs.resume)
-app.command(cls=Command)(runs.check)
-app.command("inspect", cls=Command)(checkpoints.inspect)
-app.command("eval", cls=Command)(checkpoints.evaluate)
-app.command(cls=Command)(verification.verify)
-app.command("export", cls=Command)(checkpoints.export)
-app.command(cls=Command)(recipes.show)
+app.command(cls=Command, epilog=_see("recipes"))(runs.train)
+app.command(cls=Command, epilog=_see("resuming"))(runs.resume)
+app.command(cls=Command, epilog=_see("diagnosis"))(runs.check)
+app.command("inspect", cls=Command, epilog=_see("checkpoints"))(checkpoints.inspect)
+app.command("eval", cls=Command, epilog=_see("checkpoints"))(checkpoints.evaluate)
+app.command(cls=Command, epilog=_see("checkpoints"))(verification.verify)
+app.command("export", cls=Command, epilog=_see("checkpoints"))(checkpoints.export)
+app.command(cls=Command, epilog=_see("recipes"))(recipes.show)
 app.command(cls=Command)(recipes.schema)
 app.command(cls=Command)(env)
+app.command(cls=Command)(manual.docs)
 app.add_typer(recipes.app, name="recipes")
