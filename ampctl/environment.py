@@ -59,7 +59,7 @@ def collect(device: str | None = None, *, with_git: bool = True) -> dict[str, An
 
 
 def precisions() -> list[dict[str, str]]:
-    """Tell how each device type of this machine does each precision.
+    """Describe how each device type of this machine does each precision.
 
     One row for each pair, with `device`, `precision`, `support` (native, emulated or none) and
     `reason`.
@@ -90,13 +90,13 @@ def _cudnn() -> int | None:
 
 
 def bfloat16_is_native(device_type: str) -> tuple[bool, str]:
-    """Tell whether this machine's devices of a type compute in bfloat16 themselves, and why."""
+    """Return whether this machine's devices of a type compute in bfloat16, and why."""
     support, reason = _support(device_type, "bfloat16")
     return support == "native", reason
 
 
 def float16_is_native(device_type: str) -> tuple[bool, str]:
-    """Tell whether this machine's devices of a type compute in float16 themselves, and why."""
+    """Return whether this machine's devices of a type compute in float16, and why."""
     support, reason = _support(device_type, "float16")
     return support == "native", reason
 

@@ -13,7 +13,7 @@ LOSS = "eval/loss"
 
 
 def is_better(value: float, best: float | None, mode: Mode) -> bool:
-    """Tell whether ``value`` beats ``best``; what is not finite beats nothing, a tie does not."""
+    """Return whether ``value`` beats ``best``; what is not finite beats nothing, a tie does not."""
     if not math.isfinite(value):
         return False
     if best is None or not math.isfinite(best):

@@ -113,7 +113,7 @@ def preserved(device: torch.device | None = None) -> Iterator[None]:
 
 
 class DrawProbe:
-    """Tell whether reading data draws from the host's generators, and undo it if so.
+    """Return whether reading data draws from the host's generators, and undo it if so.
 
     To take and compare whole states costs more than a small training step (NumPy's alone 60 us).
     So a mirror of Python's generator and one of NumPy's follow the real ones: as long as both give

@@ -25,7 +25,7 @@ def set_module_dtypes(
     device_type: str,
     origins: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Let the modules that a glob matches run in its dtype; return each one's name and dtype.
+    """Run the modules that a glob matches in its dtype; return each one's name and dtype.
 
     A glob is held against the dotted names of the submodules; the first that matches counts. Such
     a module runs with autocast off (float32) or in that dtype, and floating inputs are cast to it.

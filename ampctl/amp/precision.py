@@ -60,7 +60,7 @@ class Precision:
 
 @cache
 def cache_keeps_gradients() -> bool:
-    """Tell whether autocast's cache knows a cast made without gradients from one with them.
+    """Return whether autocast's cache knows a cast made without gradients from one with them.
 
     In torch 2.10 it does not: a forward pass under ``no_grad`` takes the gradients from the next
     one. Source: https://github.com/pytorch/pytorch/pull/165068

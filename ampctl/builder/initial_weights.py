@@ -86,7 +86,7 @@ def _lines(wrong: Mapping[str, str], names: Iterable[str]) -> list[str]:
 
 
 def _wrong(own: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Say of each name that cannot be taken why."""
+    """Return why each name that cannot be taken cannot."""
     wrong = mismatches(own, tensors)
     first: dict[Any, str] = {}
     for name in (each for each in own if each in tensors and each not in wrong):

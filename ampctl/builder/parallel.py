@@ -33,7 +33,7 @@ def shard(
 
 
 def in_ddp(loaded: LoadedRecipe, model: nn.Module, task: Task, ranks: Ranks) -> nn.Module:
-    """Let several ranks average their gradients; a sharded model does so itself."""
+    """Wrap a model in DDP on several ranks; a sharded model averages gradients itself."""
     if ranks.size == 1 or ranks.shards:
         return model
     _require_same_model(loaded, model, ranks)

@@ -109,7 +109,7 @@ def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
 def unknown_metric(
     loaded: LoadedRecipe, key: str, monitor: str, metrics: Iterable[str], advice: str = ""
 ) -> Problem:
-    """Say that the metric which ``key`` watches is not among those that the task gives."""
+    """Return the problem that the task does not give the metric which ``key`` watches."""
     message = f"no metric is called {monitor!r}; this task gives {', '.join(sorted(metrics))}"
     return Problem(loaded.place(key), key, message, advice)
 

@@ -46,7 +46,7 @@ def abandon_after(run_dir: Path, entry: Entry) -> list[str]:
 
 
 def _point_back(folder: Path, entry: Entry, leaving: Sequence[str]) -> None:
-    """Let no link point at a file that is about to have another name; `tidy` finds the best."""
+    """Remove links to a file that is about to have another name; `tidy` finds the best."""
     for name, suffix in itertools.product((LATEST, BEST), SUFFIXES):
         link = folder / f"{name}{suffix}"
         if link.is_symlink() and os.readlink(link) in leaving:

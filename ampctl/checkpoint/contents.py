@@ -74,7 +74,7 @@ def recipe_text(found: Loaded) -> str:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a plain one that holds as many values as its shape says.
+    """Return whether a tensor is a plain one that holds as many values as its shape says.
 
     A file may hold others: without memory, of a subclass, or with one value spread over many
     places, which would fill the memory when they are written out.
@@ -88,7 +88,7 @@ def is_whole(tensor: Tensor) -> bool:
 
 @cache
 def _has_arithmetic(dtype: torch.dtype) -> bool:
-    """Tell whether torch computes with a dtype at all: not with quantized and packed ones."""
+    """Return whether torch computes with a dtype at all: not with quantized and packed ones."""
     try:
         values = torch.zeros(1, dtype=dtype)
         (values if dtype.is_complex else values.float()).sum()

@@ -109,7 +109,7 @@ def _changes(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[str, list[A
 
 
 def _recipe(old: str, new: str) -> list[str]:
-    """Say in words each key that changed."""
+    """Describe each key that changed."""
     if old == new:
         return []
     try:

@@ -59,7 +59,7 @@ def publish(tmp: Path, path: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """Let two folders change their names, at once where the file system can."""
+    """Exchange the names of two folders, at once where the file system can."""
     current, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     names = (os.fsencode(a), os.fsencode(b))

@@ -11,7 +11,7 @@ from ampctl.checkpoint.index import step_files
 
 
 def shortage(folder: Path, size: int, kept: int) -> str | None:
-    """Say in words that a disk has not the room for ``kept`` files of a size and one more.
+    """Describe that a disk has no room for ``kept`` files of a size and one more.
 
     The one more is the file that is being written, while those before it are all there. None: it
     has the room, or how much it has cannot be told.

@@ -107,7 +107,7 @@ def chosen_weights(
 def tell_nonfinite(
     payload: dict[str, Any], weights: Mapping[str, Any], path: Path, notify: Notify
 ) -> None:
-    """Tell of weights that hold a NaN or an infinity, but for those that did from the start."""
+    """Warn of weights that hold a NaN or an infinity, but for those that did from the start."""
     bad = nonfinite(dict(weights), "weights", by_design=nonfinite_by_design(payload))
     if bad:
         names = [word(name.split(".", 1)[1]) for name in bad]

@@ -244,7 +244,7 @@ def open_regular(path: Path, *, follow: bool) -> BufferedReader:
 
 
 def _itself(file: BufferedReader, path: Path) -> str:
-    """Name an open file, for what opens it anew: its path may lead to another one by now."""
+    """Return a path of an open file to open it anew: its own path may lead to another by now."""
     name = f"/proc/self/fd/{file.fileno()}"
     return name if os.path.exists(name) else f"{path}"
 
@@ -253,7 +253,7 @@ NAME_ANOTHER = "name another checkpoint file, or the run folder for its newest i
 
 
 def damaged(path: Path, detail: str) -> UnusableCheckpointError:
-    """Say that a checkpoint is damaged, and how."""
+    """Return the error that a checkpoint is damaged, and how."""
     return UnusableCheckpointError(path, f"it is damaged: {detail}", NAME_ANOTHER)
 
 

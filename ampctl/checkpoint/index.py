@@ -46,7 +46,7 @@ class Entry:
 
 
 def log_warning(message: str) -> None:
-    """Say a line through Python's log, for callers that have no better place."""
+    """Log a warning, for callers that have no better place."""
     logging.getLogger("ampctl").warning("%s", message)
 
 

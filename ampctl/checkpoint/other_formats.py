@@ -17,7 +17,7 @@ _KEYS = ("state_dict", "model_state_dict", "model")
 
 
 def is_safetensors(path: Path, head: bytes, size: int) -> bool:
-    """Tell by its name or its first bytes whether a file is of safetensors.
+    """Return whether a file is of safetensors, by its name or its first bytes.
 
     It begins with the length of a JSON header; see https://huggingface.co/docs/safetensors.
     """
@@ -38,7 +38,7 @@ def state_dict_in(content: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def describe(content: Any) -> str:
-    """Say what another program has saved."""
+    """Describe what another program has saved."""
     if isinstance(content, dict) and "pytorch-lightning_version" in content:
         return "a checkpoint of PyTorch Lightning"
     found = state_dict_in(content)
@@ -48,12 +48,12 @@ def describe(content: Any) -> str:
 
 
 def start_from(path: Path) -> str:
-    """Say what can be done with a file of weights."""
+    """Describe what can be done with a file of weights."""
     return f"`ampctl train RECIPE --init-from {as_argument(path)}` starts a new run from it"
 
 
 def _is_state_dict(content: Any) -> bool:
-    """Tell whether something maps names to tensors, but for what modules save of their own."""
+    """Return whether something maps names to tensors, but for what modules save of their own."""
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         return False
     rest = [name for name, value in content.items() if not isinstance(value, Tensor)]

@@ -227,7 +227,7 @@ def _write_parts(
 
 
 def _fault(path: Path, error: Any) -> MachineError:
-    """Say which rank could not write, and why."""
+    """Describe which rank could not write, and why."""
     rank, (cause, _) = next(iter(error.failures.items()))
     if isinstance(cause, OSError):
         return disk.fault(path, cause, 0)

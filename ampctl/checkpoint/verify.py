@@ -270,11 +270,11 @@ def _content(payload: dict[str, Any], path: Path, entry: Entry | None) -> tuple[
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Tell whether all values are in the file; a sparse tensor has none where it is 0."""
+    """Return whether all values are in the file; a sparse tensor has none where it is 0."""
     return not tensor.is_meta and (tensor.layout != torch.strided or is_whole(tensor))
 
 
 def _nonfinite(payload: dict[str, Any], tensors: Mapping[str, Any]) -> list[str]:
-    """Name the non-finite tensors that were not so from the start (masks are), as a save does."""
+    """Return the names of tensors that have become non-finite (masks are so from the start)."""
     held = {n: t for n, t in tensors.items() if n.split(".")[0] in ("model", "optimizer", "ema")}
     return nonfinite(held, by_design=nonfinite_by_design(payload))

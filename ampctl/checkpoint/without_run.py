@@ -20,7 +20,7 @@ _NAME_A_RUN = f"name a run folder in which `ampctl train` has saved one ({FOLDER
 
 
 def nothing_saved(folder: Path) -> str:
-    """Say that a folder holds no checkpoint, and what to do about the one that it is."""
+    """Describe a folder that holds no checkpoint, and what can be done with it."""
     return f"{printable(f'{folder}')} holds no checkpoint: {_what_it_is(folder)}"
 
 

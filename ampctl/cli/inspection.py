@@ -16,7 +16,7 @@ Facts = Mapping[str, Any]
 
 
 def lines_of(facts: Facts) -> list[str]:
-    """Say what is in a checkpoint, but for the sizes of its parts."""
+    """Describe what is in a checkpoint, but for the sizes of its parts."""
     progress = _mapping(facts["progress"])
     name = facts["recipe"]["name"] or "that this version of ampctl cannot read"
     lines = {
@@ -63,7 +63,7 @@ def part_rows(facts: Facts) -> list[list[str]]:
 
 
 def difference_lines(both: Facts) -> list[str]:
-    """Say what differs between two checkpoints, but for the weights that moved."""
+    """Describe what differs between two checkpoints, but for the weights that moved."""
     change = both["difference"]
     moved, same = change["moved"], change["same"]
     lines = {"from": both["first"]["path"], "to": both["second"]["path"]}

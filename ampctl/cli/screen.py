@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Tell an error of ours in words on stderr, and end with its exit code.
+    """Print an error of ours in words on stderr, and end with its exit code.
 
     A rank leaves its error, of whatever kind, to its launcher, which tells the first of all ranks.
     """
@@ -57,7 +57,7 @@ def with_own_lines() -> Iterator[None]:
 
 @contextmanager
 def _no_sys_exit() -> Iterator[None]:
-    """Let a run that the user's own code ends not look like one that is done."""
+    """Raise if the user's own code ends a run, which would look as if it were done."""
     try:
         yield
     except SystemExit as error:
@@ -155,5 +155,5 @@ def warn(text: str) -> None:
 
 
 def warning(text: str) -> None:
-    """Tell something that may be wrong, on stderr, as a run tells it."""
+    """Print a warning on stderr, as a run does."""
     warn(f"warning: {text}")

@@ -124,7 +124,7 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 def difference(values: Sequence[Any], numbers: Sequence[int], at: str = "") -> str:
-    """Say where samples first differ in form, or hold what torch cannot collate; "" if nowhere."""
+    """Describe where samples first differ in form, or what torch cannot collate; "" if nowhere."""
     forms = [_form(value) for value in values]
     if len(set(forms)) > 1 or not isinstance(values[0], (*_PLAIN, Mapping, tuple, list)):
         return _told(forms, numbers, at)

@@ -150,7 +150,7 @@ def end_workers(iterator: Any) -> None:
 def _death(
     error: Exception, iterator: Any, reading: Callable[[int, int], str]
 ) -> WorkerError | None:
-    """Say which worker died, of what, and what it had to read; None if none died."""
+    """Describe which worker died, of what, and what it had to read; None if none died."""
     if isinstance(error, EOFError | ConnectionError):
         # The connection ends a moment before the process does, and the sentinel before its code
         # can be asked for.

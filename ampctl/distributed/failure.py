@@ -183,7 +183,7 @@ def _told(failure: ProcessFailure) -> dict[str, Any] | None:
 
 
 def _unsaid(rank: int, failure: ProcessFailure) -> tuple[str, int]:
-    """Say what can be said of a rank that ended without a word, and give its exit code."""
+    """Describe how a rank ended that left no error, and return its exit code."""
     who, code = f"rank {rank} (process {failure.pid})", failure.exitcode
     if code in _STOPPING:
         name = signal.Signals(-code).name
@@ -205,14 +205,14 @@ def _unsaid(rank: int, failure: ProcessFailure) -> tuple[str, int]:
 
 
 def comes_of_others(error: BaseException) -> bool:
-    """Tell whether a collective has failed: another rank did not come, or is gone."""
+    """Return whether a collective has failed: another rank did not come, or is gone."""
     said = f"{error}"
     is_gone = bool(_PEER_IS_GONE.search(said) and _OF_GLOO.search(said))
     return _is_distributed(error) or is_gone or is_timeout(error)
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Tell whether a collective has failed because a rank has waited for too long."""
+    """Return whether a collective has failed because a rank has waited for too long."""
     said = f"{error}"
     if _is_distributed(error):
         return "timed out" in said.lower() or "timeout" in said.lower()
@@ -224,7 +224,7 @@ def _is_distributed(error: BaseException) -> bool:
 
 
 def _follows_from_a_peer(error: BaseException) -> bool:
-    """Tell whether an error only says that another rank is gone."""
+    """Return whether an error only says that another rank is gone."""
     return any(
         _is_distributed(each)
         or (isinstance(each, RuntimeError) and bool(_PEER_IS_GONE.search(f"{each}")))

@@ -305,7 +305,7 @@ def _native_words_to_stderr() -> Iterator[None]:
 
 
 def _choose_interface(size: int) -> None:
-    """Let gloo use the interface that leads to the other nodes, unless the user has named one.
+    """Make gloo use the interface that leads to the other nodes, unless the user has named one.
 
     By itself it takes that of the host name's address, which on many machines is the loopback.
     """

@@ -32,7 +32,7 @@ class Rendezvous:
     _whole: Store
 
     def begin(self, run_dir: str) -> None:
-        """Let later starts of this job know that it has taken a run folder."""
+        """Record the run folder of this job for later starts of it."""
         self._whole.set(_BEGUN, run_dir)
 
 

@@ -81,7 +81,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def regather(model: nn.Module) -> None:
-    """Let the next pass gather parameters anew: their values were changed in place.
+    """Make the next pass gather parameters anew: their values were changed in place.
 
     What is in no block stays gathered after a pass that has no backward.
     """
@@ -91,7 +91,7 @@ def regather(model: nn.Module) -> None:
 
 
 def await_unused(model: nn.Module) -> None:
-    """Let a gradient of 0 stand for that of a parameter without one, which other ranks may have.
+    """Use a gradient of 0 for a parameter without one, which other ranks may have.
 
     For lack of it they would add up gradients of different parameters. Not in torch before 2.14,
     where all ranks must leave out the same ones.

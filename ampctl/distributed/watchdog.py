@@ -65,7 +65,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Tell where this rank is while the context is open; put what others did into words."""
+        """Publish where this rank is while the context is open; put what others did into words."""
         if self._store is None:
             yield
             return
@@ -118,7 +118,7 @@ class Watchdog:
         _log("%s\n%s", why, told)
 
     def stop(self, number: int) -> Store | None:
-        """Let all ranks hear a signal at once; return a store of one's own, to end together by."""
+        """Send a signal to all ranks at once; return a store of one's own, to end together by."""
         if self._store is None:
             return None
         store: Store = self._store.clone()
@@ -157,7 +157,7 @@ class Watchdog:
         )
 
     def say_once(self, text: str, say: Callable[[str], None]) -> None:
-        """Say something unless another rank has said it; what all have to say is left to rank 0."""
+        """Print a text unless another rank has; what all have to say is left to rank 0."""
         if self._store is None:
             say(text)
             return
@@ -177,7 +177,7 @@ class Watchdog:
     # The thread
 
     def _watch(self) -> None:
-        """Tell this rank's place until the end, and end the process if it is found to be stuck."""
+        """Publish this rank's place until the end; end the process if it is found to be stuck."""
         assert self._store is not None
         use_device(self._device)
         with contextlib.suppress(RuntimeError):  # the store goes with the job
@@ -248,7 +248,7 @@ class Watchdog:
         return failure.StuckError(store.compare_set(_VERDICT, "", told).decode())
 
     def _gone(self) -> AmpctlError | None:
-        """Say which rank ended first with an error, if one has said so, with its exit code."""
+        """Describe which rank ended first with an error, if one has said so, with its exit code."""
         assert self._store is not None
         if not self._store.check([_ENDED]):
             return None
@@ -308,7 +308,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Tell whether a thread is in a call that waits for other ranks, as far as can be seen.
+    """Return whether a thread is in a call that waits for other ranks, as far as can be seen.
 
     In a backward pass it is in native code, where DDP waits for gradients too.
     """
@@ -320,7 +320,7 @@ def _waits(frame: FrameType | None) -> bool:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Name the innermost line of the user's own, or else of ampctl."""
+    """Return the innermost line of the user's own, or else of ampctl."""
     ours = None
     while frame is not None and not frame.f_code.co_filename.startswith(_OUTERMOST):
         if is_users_own_file(frame.f_code.co_filename):

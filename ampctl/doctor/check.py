@@ -254,7 +254,7 @@ def _step(job: Job, window: list[Any]) -> StepReport:
 
 
 def _scale_alone_is_at_fault(state: TrainState, window: list[Any]) -> bool:
-    """Tell whether a loss that holds a gradient is finite once the scale has backed off."""
+    """Return whether a loss that holds a gradient is finite once the scale has backed off."""
     method = "losses" if state.takes_turns else "loss"
     fixed = state.amp.static or state.amp.min_scale > 1
     if "grad" not in state.extras(method) or not state.scaler.enabled or fixed:
@@ -309,13 +309,13 @@ def _gradient_words(report: StepReport) -> str:
 
 
 def _first_words(report: StepReport, samples: int) -> str:
-    """Say how the first step went that had items."""
+    """Describe the first step that had items."""
     empty = f"; before it {report.step - 1} without items" if report.step > 1 else ""
     return f"{samples} samples, loss {report.loss:.4g}, {_gradient_words(report)}{empty}"
 
 
 def _made_words(report: StepReport) -> str:
-    """Say when a step was made at last, after float16 had found its scale."""
+    """Describe when a step was made at last, after float16 had found its scale."""
     at = f"step {report.step}, at scale {report.scale_before:g}"
     return f"{at}, loss {report.loss:.4g}, {_gradient_words(report)}"
 

@@ -159,7 +159,7 @@ def _unlogged(name: str) -> Iterator[None]:
 
 
 def _why_unknown(device_type: str, mode: AbstractContextManager[Any]) -> str:
-    """Say why this build of torch has no fake tensors of a device; "" if it has."""
+    """Describe why this build of torch has no fake tensors of a device; "" if it has."""
     try:
         with mode:
             torch.zeros(()).to(device_type)
@@ -244,7 +244,7 @@ def _findings(run: _DryRun) -> list[Finding]:
 
 
 def _ended(error: Exception, model: nn.Module) -> Finding:
-    """Say why a pass did not come to its end: the target refuses it, or fake tensors cannot."""
+    """Describe why a pass did not end: the target refuses it, or fake tensors cannot run it."""
     where = str(place(model, _raised_in(error)))
     if _REFUSAL in str(error):
         return Finding(

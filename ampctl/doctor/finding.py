@@ -42,7 +42,7 @@ LARGEST = 65504.0
 
 
 def vanishes(value: float) -> bool:
-    """Tell whether a number other than 0 is 0 in float16: half of the smallest one rounds to 0."""
+    """Return whether a number that is not 0 is 0 in float16: half of the smallest rounds to 0."""
     return 0.0 < abs(value) <= SMALLEST / 2
 
 
@@ -63,7 +63,7 @@ class Finding:
         assert self.name in MEANINGS, f"{self.name} is promised nowhere"
 
     def __str__(self) -> str:
-        """Tell it in two lines: what and where; what to do."""
+        """Describe it in two lines: what and where; what to do."""
         return f"{self.name}: {self.place}: {self.reason}\n    {self.remedy}"
 
 

@@ -82,7 +82,7 @@ def in_words(
 
 
 def _odd_sample(batches: Sequence[Any], data: TrainData | None) -> str:
-    """Say which samples of a step are of another form than the others, if they can be read anew."""
+    """Describe which samples of a step differ in form from the others, if they can be read anew."""
     if not isinstance(data, MapData) or not isinstance(batches, Window):
         return ""
     with suppress(*FAULTS):
@@ -98,7 +98,7 @@ def _to_log(error: Exception, doing: str) -> None:
 
 
 def _with_less(doing: str, batches: Sequence[Any]) -> str:
-    """Say how the same can be done with less memory."""
+    """Describe how the same can be done with less memory."""
     if "evaluation" in doing:
         return "Lower data.eval_batch_size, which is data.micro_batch_size where it is not set."
     if batches and all(len(each) == 1 for batch in batches for each in tensors(batch) if each.ndim):
@@ -108,7 +108,7 @@ def _with_less(doing: str, batches: Sequence[Any]) -> str:
 
 
 def _in_a_part(error: Exception, frames: Sequence[FrameType]) -> bool:
-    """Tell whether an error was raised in what a recipe names, rather than in ampctl's own work."""
+    """Return whether an error was raised in what a recipe names, not in ampctl's own work."""
     named = any(isinstance(frame.f_locals.get("self"), _NAMED) for frame in frames)
     if not named or isinstance(error, AssertionError):
         return False
@@ -118,7 +118,7 @@ def _in_a_part(error: Exception, frames: Sequence[FrameType]) -> bool:
 
 
 def _place(steps: torch_errors.Steps, model: nn.Module) -> str:
-    """Name the innermost module of the model that was running, or else the function."""
+    """Return the innermost module of the model that was running, or else the function."""
     found = torch_errors.innermost_module(steps, model)
     if found is not None:
         name, kind = found

@@ -107,7 +107,7 @@ def _verdict(
 
 
 def _not_again(state: TrainState, low: Replay) -> Diagnosis:
-    """Say of a step that is finite now how this pass differs from that of the run."""
+    """Describe how this pass, which is finite, differs from that of the run."""
     differs, advice, override = [], "", None
     if low.drew:
         differs.append("random numbers are drawn anew (dropout)")
@@ -208,7 +208,7 @@ def _hidden_words(seen: Replay) -> str:
 
 
 def _too_large(state: TrainState, window: Sequence[Any]) -> str:
-    """Say what to do about weights or inputs that are large in any precision, or ""."""
+    """Describe what to do about weights or inputs that are large in any precision, or ""."""
     name, weight = _largest_weight(state)
     if _grown(state):
         return (

@@ -173,7 +173,7 @@ def _in_float32(state: TrainState, name: str) -> bool:
 
 
 def _held_losses(task: Task) -> Iterator[str]:
-    """Name the losses among the attributes of a task, or of the object that it stands for."""
+    """Yield the losses among the attributes of a task, or of the object that it stands for."""
     for owner in owners(task):
         for name, value in vars(owner).items():
             if isinstance(value, nn.BCELoss):

@@ -34,7 +34,7 @@ class Reason:
 
 
 def reason(event: Event, then: Event | None = None) -> Reason:
-    """Say what went wrong at ``event``; ``then`` is where its infinity became NaN."""
+    """Describe what went wrong at ``event``; ``then`` is where its infinity became NaN."""
     if event.kind != "operation":
         return _given(event)
     found = _by_values(event, then)
@@ -44,7 +44,7 @@ def reason(event: Event, then: Event | None = None) -> Reason:
 
 
 def hidden(event: Event) -> str:
-    """Say that the final result does not show an operation's infinity."""
+    """Describe that the final result does not show an operation's infinity."""
     return (
         f"{event.holds} in an intermediate result in {event.place}: {operation(event)} of values "
         f"up to {short(event.largest)} in {dtype(event.dtype)}; the final result hides it"
@@ -52,13 +52,13 @@ def hidden(event: Event) -> str:
 
 
 def operation(event: Event) -> str:
-    """Name an operation as its user knows it."""
+    """Return the name of an operation as its user knows it."""
     name = _plain(event)
     return _NAMES.get(name, name)
 
 
 def dtype(value: torch.dtype) -> str:
-    """Name a dtype as a recipe does."""
+    """Return the name of a dtype in a recipe."""
     return str(value).removeprefix("torch.")
 
 
@@ -68,7 +68,7 @@ def short(value: float) -> str:
 
 
 def place(event: Event) -> str:
-    """Name an event's place, and the pass if it is the backward one."""
+    """Describe an event's place, and the pass if it is the backward one."""
     return (
         f"the backward pass of {event.place}"
         if event.node and event.place.source

@@ -28,7 +28,7 @@ def lower_scales(state: TrainState, factor: float) -> list[float]:
 
 
 def clip(state: TrainState) -> str:
-    """Say how to limit gradients further."""
+    """Describe how to limit gradients further."""
     limit = state.amp.clip_norm
     return "set amp.clip_norm (1.0, say)" if limit is None else f"lower amp.clip_norm ({limit:g})"
 

@@ -163,7 +163,7 @@ def in_float32(state: TrainState, window: Sequence[Any]) -> Replay | RuntimeErro
 
 @contextmanager
 def module_in_float32(state: TrainState, name: str) -> Iterator[None]:
-    """Let one module run in float32 inside, as ``amp.modules`` would."""
+    """Run one module in float32 while the context is open, as ``amp.modules`` would."""
     module: Any = state.bare.get_submodule(name)
     if hasattr(module, "_ampctl_dtype"):
         module._ampctl_dtype = torch.float32  # over its class's

@@ -46,7 +46,7 @@ class Place:
     source: str
 
     def __str__(self) -> str:
-        """Name it for a person: ``model.head (Linear), my_model.py:31``."""
+        """Return it as text: ``model.head (Linear), my_model.py:31``."""
         if self.module is None:
             return self.source or "the backward pass"
         name = f"model.{self.module}" if self.module else "model"
@@ -102,7 +102,7 @@ class Trace(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Places:
-    """Tell the place of each operation of a pass, those of the backward pass too.
+    """Find the place of each operation of a pass, those of the backward pass too.
 
     It remembers where each node of the autograd graph was made; an operation of the backward pass
     is where its node was made in the forward pass.
@@ -113,7 +113,7 @@ class Places:
         self._made: dict[int, Place] = {}
 
     def here(self) -> Place:
-        """Tell where the running operation belongs; to be called for each, in order."""
+        """Return where the running operation belongs; to be called for each, in order."""
         found = _walk(self._names, sys._getframe(1))
         node = torch_private.current_autograd_node()
         if node is not None and found.module is None:
@@ -126,7 +126,7 @@ class Places:
 
 
 def place(model: nn.Module, frame: FrameType | None = None) -> Place:
-    """Tell where the running code is, from the frames that lead to it.
+    """Return where the running code is, from the frames that lead to it.
 
     ``frame``: the innermost one; by default that of the caller. Takes some microseconds, so it is
     for an operation that has something to it.

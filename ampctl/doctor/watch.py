@@ -34,7 +34,7 @@ class Holds(NamedTuple):
     minus: bool
 
     def __str__(self) -> str:
-        """Name the worst of them."""
+        """Return the worst of them."""
         return "NaN" if self.nan else "inf" if self.plus else "-inf"
 
 
@@ -287,7 +287,7 @@ def _show(name: str, args: Sequence[Any], inputs: Sequence[Tensor]) -> _Shown:
 
 
 def _known(value: Tensor) -> bool:
-    """Tell whether a tensor's values can be looked at: those of a sparse one are its entries."""
+    """Return whether a tensor's values can be looked at: those of a sparse one are its entries."""
     plain = value.layout in (torch.strided, torch.sparse_coo)
     return plain and (value.is_floating_point() or value.is_complex())
 

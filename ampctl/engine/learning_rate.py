@@ -173,7 +173,7 @@ class TorchSchedule:
             self._scheduler.step(value)  # type: ignore[arg-type]
 
     def forget_evaluations(self) -> None:
-        """Let a plateau scheduler know no best, and count no evaluations that were not."""
+        """Reset the best value and the counters of a plateau scheduler."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.best = self._scheduler.mode_worse
             self._scheduler.num_bad_epochs = 0
@@ -261,7 +261,7 @@ class TorchSchedule:
         self._scheduler.load_state_dict(own)
 
     def _scale(self, base: Sequence[float]) -> None:
-        """Let the rates that evaluations have led to count relative to the present base."""
+        """Make the rates that evaluations have led to relative to the present base."""
         if len(base) != len(self._base) or list(base) == self._base:
             self._base = list(base)
             return

@@ -93,7 +93,7 @@ def forward_backward(state: TrainState, window: Sequence[Any]) -> Tensor:
 
 
 def unused(names: Sequence[str], state: TrainState, step: int) -> UsageError:
-    """Say which parameters took no part in the loss of a step, where ranks wait for all of them."""
+    """Describe which parameters took no part in the loss of a step; ranks wait for all of them."""
     return UsageError(
         f"distributed: {len(names) or 'some'} parameters take no part in the loss of step {step} "
         f"on rank {state.ranks.rank}: {first_of(names)}. Several ranks wait for the gradient of "
@@ -118,7 +118,7 @@ def _require_all_used(state: TrainState, *, begun: bool) -> None:
 
 
 def _reduction(state: TrainState, *, now: bool) -> AbstractContextManager[None]:
-    """Let ranks average their gradients at the last micro-batch of a window only."""
+    """Average gradients over the ranks at the last micro-batch of a window only."""
     if now or not isinstance(state.model, DistributedDataParallel):
         return nullcontext()
     context: AbstractContextManager[None] = state.model.no_sync()

@@ -156,7 +156,7 @@ def divide(
 
 
 def describe_groups(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Tell each group in a line: how many tensors and parameters, and its own options.
+    """Describe each group in a line: how many tensors and parameters, and its own options.
 
     Takes what ``parameter_groups`` returns, or an optimizer's ``param_groups``.
     """
@@ -192,7 +192,7 @@ def _decays(name: str, parameter: nn.Parameter, modules: Mapping[str, nn.Module]
 
 
 def _wrong_options(options: Any, allowed: Collection[str] | None) -> list[tuple[str, str]]:
-    """Say what is wrong with a glob's options, and what to do."""
+    """Describe what is wrong with a glob's options, and what to do."""
     if not isinstance(options, Mapping):
         return [(f"its options are {options!r}, not a mapping", "write, for instance, {lr: 1e-4}")]
     unknown = [name for name in options if name == "params" or name not in (allowed or options)]
@@ -210,7 +210,7 @@ def _wrong_options(options: Any, allowed: Collection[str] | None) -> list[tuple[
 def _why_empty(
     glob: str, globs: Iterable[str], owned: Sequence[_Owned], model: nn.Module
 ) -> tuple[str, str]:
-    """Say why a glob got no parameter, and what to do."""
+    """Describe why a glob got no parameter, and what to do."""
     taken = [entry for entry in owned if entry.matches(glob)]
     if taken:
         first = next(other for other in globs if taken[0].matches(other))

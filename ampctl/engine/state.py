@@ -150,7 +150,7 @@ class TrainState:
         self._count_each()
 
     def _count_each(self) -> None:
-        """Let every optimizer that has a name be counted by it."""
+        """Start a counter for each optimizer that has a name."""
         counts, progress = {each.name: 0 for each in self.updaters if each.name}, self.progress
         progress.optimizer_updates = {**counts, **progress.optimizer_updates}
         progress.optimizer_skips = {**counts, **progress.optimizer_skips}

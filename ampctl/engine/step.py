@@ -219,7 +219,7 @@ def _any(found: Mapping[str, Tensor]) -> Tensor:
 def _leave_no_trace(
     state: TrainState, updaters: Sequence[Updater], found: Mapping[str, Tensor]
 ) -> None:
-    """Let buffers and average follow the steps of these optimizers, where they were made."""
+    """Restore buffers where a step was skipped; update the average where it was made."""
     state.buffers.restore(_any({updater.name: found[updater.name] for updater in updaters}))
     if state.takes_turns:
         state.buffers.snapshot()  # before the forward pass of the next turn

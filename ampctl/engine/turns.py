@@ -41,7 +41,7 @@ class _Run:
 
 
 def turns(state: TrainState, window: Sequence[Any], samples: int | None) -> Iterator[Turn]:
-    """Let the task's generators, one for each micro-batch, go on together from turn to turn."""
+    """Advance the task's generators, one for each micro-batch, together from turn to turn."""
     ranks, counts, known = state.ranks, items_of(state, window), items_known(state, samples)
     held = ranks.total(sum(counts)) if known is None else known
     if not held:

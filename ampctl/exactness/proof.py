@@ -221,4 +221,4 @@ def _in_process(spec: Path, sent: str | None) -> tuple[int, str]:
 
 
 def _unheard(text: str) -> None:
-    """Say nothing: a comparison is not about that."""
+    """Ignore it: a comparison is not about that."""

@@ -58,7 +58,7 @@ class Difference:
 
 
 def words(found: Difference, stop: int, repeats: bool) -> str:
-    """Say what differs first, and when."""
+    """Describe what differs first, and when."""
     part = f"{found.part} state" if found.part in _STATES else found.part
     what = f"{part} ({first_of(found.names, 2)})" if found.names else part
     if not repeats:
@@ -73,7 +73,7 @@ def words(found: Difference, stop: int, repeats: bool) -> str:
 def advice(
     found: Difference, repeats: bool, hidden: Mapping[str, Any], straight: Noted, resumed: Noted
 ) -> list[str]:
-    """Say what is likely at fault and what to do about it."""
+    """Describe what is likely at fault and what to do about it."""
     if not repeats:
         return [_unrepeatable(found)]
     said = [_about_hidden(name, *values) for name, values in list(hidden.items())[:_MOST_HIDDEN]]
@@ -96,7 +96,7 @@ def advice(
 
 
 def no_boundary(facts: Facts) -> str:
-    """Say of steps among which no epoch ended that they prove nothing of that; "" if one did."""
+    """Describe that no epoch ended in these steps, so its end is not proved; "" if one did."""
     if facts["epoch_ends"]:
         return ""
     length = facts["steps_per_epoch"]
@@ -110,7 +110,7 @@ def _about_hidden(name: str, ours: str, theirs: str | None) -> str:
 
 
 def _how_it_differs(ours: str, theirs: str | None) -> str:
-    """Say what became of a hidden value; of most there is a digest alone, behind their type."""
+    """Describe a hidden value before and after; of most there is only their type and a digest."""
     kind = ours.split()[0]
     if not _HASH.search(ours + (theirs or "")):
         return f"it was {ours} and is {'not there' if theirs is None else theirs} after resuming"

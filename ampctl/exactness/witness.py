@@ -293,7 +293,7 @@ def _not_dunder(names: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _kind(data: TrainData) -> str:
-    """Say how a run finds its place in the data again."""
+    """Describe how a run finds its place in the data again."""
     if not isinstance(data, StreamData):
         return "by index"
     return "by its state_dict" if data.keeps_state else "read from its beginning"

@@ -253,7 +253,7 @@ def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
 
 @contextlib.contextmanager
 def _in_words(config: LaunchConfig) -> Iterator[None]:
-    """Say why the nodes did not meet. Raises MachineError."""
+    """Raise MachineError, which describes why the nodes did not meet."""
     where = config.rdzv_endpoint
     try:
         yield

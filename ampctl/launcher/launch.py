@@ -198,7 +198,7 @@ def _start(plan: Plan, argv: Sequence[str], notify: Notify, way_on: Callable[[],
 
 
 def _way_on(run_dir: Path | None, plan: Plan) -> str:
-    """Say where the newest checkpoint is, and with which command to go on from it."""
+    """Describe where the newest checkpoint is, and with which command to go on from it."""
     if run_dir is None:
         return "`ampctl resume RUN_DIR` goes on from the newest checkpoint, if there is one."
     links = (run_dir / "checkpoints" / name for name in ("latest.pt", "latest.dist"))
@@ -214,7 +214,7 @@ def _way_on(run_dir: Path | None, plan: Plan) -> str:
 
 
 def _import_torch(options: Options) -> None:
-    """Let torch's native code print no stack frames while nodes wait for each other.
+    """Keep torch's native code from printing stack frames while nodes wait for each other.
 
     It reads how much it may say once, when it is loaded. The ranks are not bound by it.
     """

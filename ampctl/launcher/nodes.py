@@ -105,7 +105,7 @@ def has_failed_elsewhere(now: Round) -> bool:
 
 
 def first_of_all(now: Round, own: RankFailedError) -> RankFailedError:
-    """Tell the other nodes how the ranks of this one ended; return the error that ends the job.
+    """Send the other nodes how the ranks of this one ended; return the error that ends the job.
 
     It is told in full where it happened; elsewhere the user learns where that is.
     """

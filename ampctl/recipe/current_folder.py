@@ -27,7 +27,7 @@ def open_current_folder() -> None:
 
 
 def is_open() -> bool:
-    """Tell whether modules of the current folder can be imported."""
+    """Return whether modules of the current folder can be imported."""
     return any(map(_is_current, sys.path))
 
 

@@ -52,7 +52,7 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def is_block(hint: Any) -> bool:
-    """Tell a ``_target_`` block: a mapping of anything that stands alone or beside null."""
+    """Return whether a type is a ``_target_`` block: a mapping of anything, or null."""
     return [member for member in members(hint) if member is not None] == [Mapping[str, Any]]
 
 

@@ -129,7 +129,7 @@ def to_plain(value: Any) -> Any:
 
 
 def recipe_changes(old: LoadedRecipe, new: LoadedRecipe) -> list[str]:
-    """Say in words each key whose value differs between two recipes."""
+    """Describe each key whose value differs between two recipes."""
     before, after = dict(_leaves(to_plain(old.recipe))), dict(_leaves(to_plain(new.recipe)))
     return [
         f"{key} {before.get(key, 'unset')} -> {after.get(key, 'unset')}"

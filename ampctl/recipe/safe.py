@@ -128,7 +128,7 @@ _OWN_IMPLEMENTATIONS = ("eager", "sdpa", "batched_mm", "grouped_mm")
 
 
 def objection(key: str, block: Mapping[str, Any]) -> str:
-    """Say why a block may not be built for a stranger; "" if it may."""
+    """Describe why a block may not be built for a stranger; "" if it may."""
     slot, is_outermost = _slot(key)
     path = f"{block[TARGET]}"
     rules = [
@@ -150,7 +150,7 @@ def objection(key: str, block: Mapping[str, Any]) -> str:
 
 
 def compile_objection(options: Any) -> str:
-    """Say why ``train.compile`` may not be handed to torch for a stranger; "" if it may."""
+    """Describe why ``train.compile`` may not be handed to torch for a stranger; "" if it may."""
     for name, value in options.items() if isinstance(options, Mapping) else ():
         allowed = _COMPILE.get(name, ())
         if value is not None and not any(value is each or value == each for each in allowed):
@@ -197,7 +197,7 @@ def _walk(module_name: str, parts: list[str]) -> Any:
 
 
 def _is_model_function(found: Any, path: str, rule: _Rule) -> bool:
-    """Tell a function that returns a model: timm's factory, or one that torchvision lists."""
+    """Return whether a function returns a model: timm's factory, or one that torchvision lists."""
     if path == "timm.create_model":
         return True
     if not inspect.isfunction(found) or rule.module != "torchvision.models":
@@ -206,7 +206,7 @@ def _is_model_function(found: Any, path: str, rule: _Rule) -> bool:
 
 
 def _is_traced(found: Any) -> bool:
-    """Tell a class that writes code of what is given to it, and runs that."""
+    """Return whether a class writes code of what is given to it, and runs that."""
     tracing = ("torchvision.models.feature_extraction", "timm.models._features_fx")
     return any(_is_under(found.__module__, module) for module in tracing)
 
@@ -230,7 +230,7 @@ def _fetched_by_default(path: str, block: Mapping[str, Any]) -> str:
 
 
 def _argument_objection(value: Any, *, is_model: bool, names_no_place: bool) -> str:
-    """Say which argument fetches something, or may come to be read as code.
+    """Describe which argument fetches something, or may come to be read as code.
 
     ``names_no_place``: no text may be a path or a URL.
     """
@@ -260,7 +260,7 @@ def _argument_objection(value: Any, *, is_model: bool, names_no_place: bool) -> 
 
 
 def _breaks_out(text: str) -> bool:
-    """Tell a text that can end the quotes it is put in: torch.fx writes code with names in it."""
+    """Return whether a text can end its quotes: torch.fx writes code with names in it."""
     return '"' in text or "\\" in text or not text.isprintable()
 
 
@@ -269,7 +269,7 @@ def _is_under(name: str, package: str) -> bool:
 
 
 def _is_shadowed(package: str) -> bool:
-    """Tell whether a module beside the user goes by a known package's name.
+    """Return whether a module beside the user goes by a known package's name.
 
     It is left out of imports; but a user who works on a copy of the package there means that one.
     """

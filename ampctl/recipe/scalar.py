@@ -85,7 +85,7 @@ def boolean(text: str) -> bool | None:
 
 
 def is_interpolated(value: object) -> bool:
-    """Tell whether a value holds ``${``, escaped or not."""
+    """Return whether a value holds ``${``, escaped or not."""
     return isinstance(value, str) and "${" in value
 
 

@@ -56,7 +56,7 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.65) -> str | None
 
 
 def names_near(glob: str, names: Sequence[str], *, what: str) -> str:
-    """Say which names a glob without a match may mean: the close ones, or the first and the last.
+    """Describe which names a glob without a match may mean: close ones, or the first and last.
 
     The head of a model, which globs are often for, is its last ``what``.
     """

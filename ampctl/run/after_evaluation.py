@@ -7,7 +7,7 @@ from ampctl.run.run import Run
 
 
 def follow(run: Run) -> None:
-    """Let schedules and early stopping see an evaluation that was due, once.
+    """Show an evaluation that was due to schedules and early stopping, once.
 
     One at a run's end that is not due is none of a run that was longer from the start.
     """

@@ -84,7 +84,7 @@ def _other_recipe(texts: Sequence[str], hosts: Sequence[str]) -> str:
 
 
 def _different(every: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> str:
-    """Say of each entry that is not the same on all ranks what it is where; "" if all are."""
+    """Describe each entry that is not the same on all ranks; "" if all are."""
     told = []
     for name, value in every[0].items():
         rank = next((r for r, each in enumerate(every) if each.get(name) != value), None)

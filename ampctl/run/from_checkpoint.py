@@ -154,7 +154,7 @@ def _evaluate(
 
 
 def _with_batches_of_training(loaded: LoadedRecipe, world_size: int) -> LoadedRecipe:
-    """Let the split be read in the batches that training read it in, on however many ranks.
+    """Set the batches of the split to those of training, on however many ranks.
 
     A matrix product of another size may round otherwise.
     """

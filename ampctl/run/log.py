@@ -68,7 +68,7 @@ class RunLog:
         self._files_kept = files_kept
 
     def begin(self, event: str, step: int, lines: Sequence[str], **fields: Any) -> None:
-        """Tell that a run starts or goes on."""
+        """Log that a run starts or resumes."""
         self._write(event, step, **fields)
         self.console.start(lines, step=step, total_steps=self._total)
 
@@ -90,7 +90,7 @@ class RunLog:
         self._marks[progress.step] = epoch, self._speed.now(progress.step, progress.samples)
 
     def report(self, report: StepReport, progress: Progress) -> None:
-        """Tell a step's fate: a skip always, its figures if the step is one to be logged."""
+        """Log a step: a skip always, its figures if the step is one to be logged."""
         if report.skipped:
             names = [name for name, own in report.optimizers.items() if own["skipped"]]
             self._write(
@@ -185,7 +185,7 @@ class RunLog:
     def evaluation(
         self, progress: Progress, epoch: int, metrics: Mapping[str, float], *, best: bool
     ) -> None:
-        """Tell the metrics of an evaluation."""
+        """Log the metrics of an evaluation."""
         self._write("eval", progress.step, epoch=epoch, **metrics)
         self.console.evaluation(progress.step, metrics, best)
 
@@ -194,7 +194,7 @@ class RunLog:
         self._stalls[step] = seconds
 
     def saved(self, files: Sequence[FinishedSave], run_dir: Path) -> None:
-        """Tell of the checkpoints that are on the disk by now."""
+        """Log the checkpoints that are on the disk by now."""
         for saved in files:
             path = saved.path.relative_to(run_dir)
             self._write(
@@ -234,11 +234,11 @@ class RunLog:
                 self.console.warn(text)
 
     def diagnosis(self, step: int, **fields: Any) -> None:
-        """Tell what is at fault."""
+        """Log what is at fault."""
         self._write("diagnosis", step, **fields)
 
     def stop(self, step: int, reason: str, exit_code: int) -> None:
-        """Tell how the run ended."""
+        """Log how the run ended."""
         self._write("stop", step, reason=reason, exit_code=exit_code)
 
     def close(self) -> None:

@@ -219,7 +219,7 @@ def evaluation_was_cut_off(job: Job) -> bool:
 
 
 def _take(run: Run, report: StepReport) -> None:
-    """Tell a step's fate, and stop the run when non-finite steps have lasted too long."""
+    """Log a step, and stop the run when non-finite steps have lasted too long."""
     if report.scale_differs:
         run.job.state.require_agreement()
     run.log.report(report, run.progress)

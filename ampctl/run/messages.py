@@ -18,7 +18,7 @@ from ampctl.run.run import Run
 
 
 def changes(job: Job, saved: LoadedRecipe) -> list[str]:
-    """Say what has changed since a recipe was saved, and of what it has no effect."""
+    """Describe what has changed since a recipe was saved, and of what it has no effect."""
     ignored = set_by_schedule(job)
     return [
         next((f"{c} (no effect: {why})" for k, why in ignored.items() if c.startswith(f"{k} ")), c)
@@ -27,7 +27,7 @@ def changes(job: Job, saved: LoadedRecipe) -> list[str]:
 
 
 def start(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
-    """Say what is about to run: how large, how long, on what and why, where it is kept."""
+    """Describe what is about to run: how large, how long, on what and why, where it is kept."""
     state, progress, data = job.state, job.state.progress, job.recipe.data
     micro = micro_batch_size(job.recipe, state.ranks)
     passes = -(-data.batch_size // (micro * state.ranks.size))
@@ -75,7 +75,7 @@ def _devices(job: Job) -> str:
 
 
 def _accuracy(job: Job) -> str:
-    """Say how matrix products are computed, where the recipe or the device leaves a choice."""
+    """Describe how matrix products are computed, where the recipe or the device leaves a choice."""
     amp, said = job.recipe.amp, []
     on_cuda = job.state.device.type == "cuda"
     if amp.matmul_precision != "highest" or on_cuda:
@@ -87,7 +87,7 @@ def _accuracy(job: Job) -> str:
 
 
 def ending(job: Job, run_dir: Path, reason: str) -> list[str]:
-    """Say how a run ended, what it reached, and the command that goes on."""
+    """Describe how a run ended, what it reached, and the command that goes on."""
     progress = job.state.progress
     skipped = f", {progress.skipped} skipped" if progress.skipped else ""
     if empty := progress.step - progress.updates - progress.skipped:
@@ -106,7 +106,7 @@ def ending(job: Job, run_dir: Path, reason: str) -> list[str]:
 
 
 def stopped(run: Run, report: StepReport, diagnosis: Diagnosis, saved: Path | None) -> str:
-    """Say why a run stopped itself over non-finite steps, and how to go on."""
+    """Describe why a run stopped itself over non-finite steps, and how to go on."""
     history = " -> ".join(f"{scale:g} (step {step})" for step, scale in run.scales)
     command = run.resume_command if saved else run.anew
     change = f" {shlex.quote(diagnosis.override)}" if diagnosis.override else ""
@@ -127,14 +127,14 @@ TOO_EARLY = "before the first step: nothing was trained, so nothing is lost"
 
 
 def saved(run: Run) -> str:
-    """Say of a run that a signal ended where it is saved."""
+    """Describe where a run is saved that a signal ended."""
     if not run.progress.step:
         return TOO_EARLY
     return f"at step {run.progress.step}, which is saved: `{run.resume_command}` goes on"
 
 
 def newest(run: Run) -> str:
-    """Say where a run can go on that ended unsaved."""
+    """Describe from where a run that ended unsaved can be resumed."""
     path = run.newest_on_disk
     if path is None and run.job.state.ranks.is_first:
         return "no checkpoint has been saved"
@@ -142,7 +142,7 @@ def newest(run: Run) -> str:
 
 
 def lost(run: Run, saved: Path | None) -> str:
-    """Say why a run ends that trains on, but saves nothing that could be gone on from."""
+    """Describe why a run is ended that trains, but saves nothing that could be resumed."""
     times = f", for {run.set_aside} checkpoints in a row" if run.set_aside > 1 else ""
     way_on = f"the newest one that can is {saved}" if saved else "none was saved before that can"
     again = f"`{run.resume_command}` goes on" if saved else f"`{run.anew}` begins anew"
@@ -153,7 +153,7 @@ def lost(run: Run, saved: Path | None) -> str:
 
 
 def _row(report: StepReport, progress: Progress) -> str:
-    """Say what lasted too long: steps, or the turns of an optimizer that has some of them only."""
+    """Describe what lasted too long: steps, or the turns of one optimizer."""
     count = report.consecutive_skips
     if count > progress.consecutive_skips:
         names = [n for n, row in progress.optimizer_skips_in_a_row.items() if row == count]
@@ -169,7 +169,7 @@ def _untouched(report: StepReport) -> str:
 
 
 def already_complete(job: Job, run_dir: Path, reason: str) -> list[str]:
-    """Say that there is nothing left to do."""
+    """Describe that there is nothing left to do."""
     progress, train = job.state.progress, job.recipe.train
     if reason == "early_stop":
         what = f"stopped early at step {progress.step}"

@@ -35,7 +35,7 @@ _WORDS, _AT_WORK = "words", "at work"
 
 
 def watch_over(run: Run, origin: Origin | None) -> None:
-    """Let a signal that the training does not heed save the run, as it is from ``origin`` on."""
+    """Save a run whose training does not react to a signal, as it is from ``origin`` on."""
     if origin is not None:
         run.saved_step, run.newest = run.progress.step, origin.path
     run.job.state.boundary.mark(run.job.state.device, run.job.train_data.probe)
@@ -117,7 +117,7 @@ class Rescue:
         return time.monotonic() > max(since, self._first_at_work(store)) + limit
 
     def _tell_at_work(self, store: Any) -> None:
-        """Let the other ranks know that this one is at it, for which they wait."""
+        """Show the other ranks that this one is saving: they wait for it."""
         if store is not None and self._run.job.state.ranks.is_first:
             with suppress(RuntimeError):
                 store.set(_AT_WORK, f"{time.monotonic()}")

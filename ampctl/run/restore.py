@@ -148,7 +148,7 @@ def restore(job: Job, origin: Origin, notify: Callable[[str], None]) -> None:
 
 
 def _forget_what_changed(job: Job, saved: Recipe, notify: Callable[[str], None]) -> None:
-    """Let nothing be compared with, or counted on, what another setting has left in the state."""
+    """Forget what another setting has left in the state: it cannot be compared."""
     progress, recipe = job.state.progress, job.recipe
     before, after = saved.checkpoint, recipe.checkpoint
     if (before.monitor, before.mode) != (after.monitor, after.mode):
@@ -231,13 +231,13 @@ def _start_anew(path: Path, text: str, loaded: LoadedRecipe, options: str) -> li
 
 
 def _changes_under(keys: Sequence[str], saved: LoadedRecipe, loaded: LoadedRecipe) -> list[str]:
-    """Say each change of the recipe in one of some parts of it."""
+    """Describe each change of the recipe within some parts of it."""
     every = recipe_changes(saved, loaded)
     return [c for c in every if any(re.match(rf"{re.escape(key)}[.\[ ]", c) for key in keys)]
 
 
 def _other_versions(was: Mapping[str, Any]) -> list[str]:
-    """Say which versions, and which commit of the user's folder, are others than they were."""
+    """Describe which versions, and which commit of the user's folder, are others than they were."""
     now = collect(with_git=current_folder.is_open())
     names = ("ampctl", "torch", "numpy", "python")
     found: list[tuple[str, Any, Any]] = [(name, was.get(name), now[name]) for name in names]

@@ -78,7 +78,7 @@ def _tidied(
 
 
 def _unheard(text: str) -> None:
-    """Say nothing a second time."""
+    """Ignore it: it was told before."""
 
 
 def prepare(run: Run) -> None:
@@ -110,7 +110,7 @@ def save(run: Run) -> None:
 
 
 def hand_over(run: Run, saved: Mapping[str, Any], memory: HostMemory | None) -> int:
-    """Let the store write a copy of a state; ``memory``: where that may be made.
+    """Make the store write a copy of a state; ``memory``: where that may be made.
 
     Returns the size in bytes of what this rank tells of.
     """
@@ -159,7 +159,7 @@ def _patience(run: Run, size: int) -> float:
 
 
 def look(run: Run) -> None:
-    """Tell of the saves that are on the disk by now; raise the error of one that has failed."""
+    """Log the saves that are on the disk by now; raise the error of one that has failed."""
     run.newest = run.newest_on_disk
     with _undone(run):
         saved = run.store.finished()
@@ -196,7 +196,7 @@ def note_what_is_saved(run: Run, error: BaseException) -> None:
 
 
 def end_saves(run: Run) -> None:
-    """Let the save that is under way end, and tell it, before the run's last event."""
+    """Wait for the save that is under way, and log it, before the run's last event."""
     try:
         finish(run)
     except AmpctlError as error:

@@ -34,7 +34,7 @@ class Speed:
         self._past: deque[Moment] = deque()
 
     def go(self, step: int, samples: int) -> None:
-        """Let the clock run: training begins, or goes on after a pause."""
+        """Start the clock: training begins, or resumes after a pause."""
         self._since = self._clock()
         if not self._past:
             self._past.append(Moment(self._seconds, step, samples))

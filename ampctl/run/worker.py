@@ -66,7 +66,7 @@ _REASONS: dict[type[BaseException], str] = {
 
 
 def _alone(job: Job) -> Job:
-    """Let nobody look on."""
+    """Show nothing."""
     return job
 
 

@@ -176,7 +176,7 @@ def place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def is_like(value: Any, fresh: Any) -> bool:
-    """Tell whether a saved setting is of the kind that a fresh one is.
+    """Return whether a saved setting is of the kind that a fresh one is.
 
     Numbers must be finite, but for an infinity that stands in the fresh one too.
     """

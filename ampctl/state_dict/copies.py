@@ -64,7 +64,7 @@ def copied_tensors(value: Any, path: str = "") -> dict[str, Tensor]:
 
 
 def nonfinite(value: Any, path: str = "", *, by_design: Collection[str] = ()) -> list[str]:
-    """Name the floating tensors of a nest that hold a NaN or an infinity, in their order.
+    """Return the names of tensors in a nest that hold a NaN or an infinity, in their order.
 
     Of one that is spread over ranks this rank's part is looked at. ``by_design``: names, without
     the first part of their path, that may (masks do from the start).
@@ -90,7 +90,7 @@ def num_bytes(value: Any) -> int:
 
 
 def masks(model: nn.Module) -> frozenset[str]:
-    """Name what of a new model is not finite and may be so: buffers, and frozen infinities."""
+    """Return what of a new model is not finite and may be so: buffers, and frozen infinities."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     lost = {n for n, p in parameters.items() if p.requires_grad or bool(p.isnan().any())}
     return frozenset(nonfinite(model.state_dict())) - lost

@@ -19,7 +19,7 @@ def layout(model: nn.Module) -> Layout:
 
 
 def changes(built: Layout, model: nn.Module) -> list[str]:
-    """Say what of a model is no longer as it was built, with which resuming and training begin."""
+    """Describe what of a model is no longer as it was built, as a resume builds it."""
     regather(model)  # else what FSDP still holds whole after a pass seems to be another parameter
     now = layout(model)
     said = [f"{name} is gone" for name in built if name not in now]

@@ -48,7 +48,7 @@ class MismatchError(CheckpointError):
 
 
 def mismatches(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]:
-    """Say of each name that does not fit why."""
+    """Return why each name that does not fit does not."""
     lines = {name: "missing in the checkpoint" for name in own if name not in saved}
     lines |= {name: "not in the model" for name in saved if name not in own}
     for name in own.keys() & saved.keys():
@@ -113,7 +113,7 @@ def load_model(model: nn.Module, state: Mapping[str, Any], notify: Notify) -> No
 
 
 def rounding(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Say which saved weights the dtypes of a model's own cannot hold as they are; "" if none."""
+    """Describe which saved weights the dtypes of the model cannot hold exactly; "" if none."""
     rounded = [n for n, value in own.items() if n in state and _loses(state[n], value)]
     if not rounded:
         return ""
@@ -125,7 +125,7 @@ def rounding(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
 
 
 def _loses(saved: Any, own: Any) -> bool:
-    """Tell whether values may be another ones in the dtype of the tensor that they go to."""
+    """Return whether values may be another ones in the dtype of the tensor that they go to."""
     if not isinstance(saved, Tensor) or not isinstance(own, Tensor):
         return False
     return torch.promote_types(saved.dtype, own.dtype) != own.dtype
@@ -257,7 +257,7 @@ def _group_difference(
     own_groups: Sequence[Mapping[str, Any]],
     saved_groups: Sequence[Mapping[str, Any]],
 ) -> tuple[list[str], str]:
-    """Say what differs between groups of parameters, and how much does not."""
+    """Describe what differs between groups of parameters, and how much does not."""
     own, saved = _names(own_groups), _names(saved_groups)
     place = {name: f"group {i}" for i, names in enumerate(own) for name in names}
     saved_place = {name: f"group {i}" for i, names in enumerate(saved) for name in names}

@@ -29,14 +29,14 @@ def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether ``step`` must be given a closure that computes the loss, as LBFGS's must."""
+    """Return whether ``step`` must be given a closure that computes the loss, as LBFGS's must."""
     # Of the class: a scheduler of torch puts a wrapper in place of the instance's step.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether torch brings the optimizer's class, so that what it keeps is known."""
+    """Return whether torch brings the optimizer's class, so that what it keeps is known."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
@@ -49,14 +49,14 @@ def counted_in_groups(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 def leave_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer step by another kernel than the fused one, which it was built with."""
+    """Make an optimizer that was built with the fused kernel step by another one."""
     for group in optimizer.param_groups:
         group["fused"] = False
     torch_private.step_without_scale(optimizer)
 
 
 def make_skippable(optimizer: torch.optim.Optimizer, at: str = "optimizer") -> None:
-    """Let a fused SGD with momentum survive that its very first step is skipped.
+    """Prepare a fused SGD with momentum for a first step that is skipped.
 
     torch makes its momentum buffers without a value at the first step and leaves it to the kernel
     to fill them; a kernel that is told to skip does not, and the next step takes what the memory
@@ -78,7 +78,7 @@ def make_skippable(optimizer: torch.optim.Optimizer, at: str = "optimizer") -> N
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> list[frozenset[str] | None]:
-    """Name what the optimizer keeps of each of its parameters once it has stepped, in their order.
+    """Return the state names of each parameter once the optimizer has stepped, in their order.
 
     A copy of it steps on a tiny parameter of the same number of dimensions. None where that cannot
     be known: for LBFGS and for SparseAdam, and for a class that is not torch's, which may hold on

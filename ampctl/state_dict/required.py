@@ -7,7 +7,7 @@ from typing import Any
 
 
 def lacking(payload: Mapping[str, Any]) -> list[str]:
-    """Name what a run cannot go on without and a checkpoint with all keys does not hold."""
+    """Return the entries that a resume needs and a checkpoint with all keys lacks."""
     names = payload["progress"].get("optimizer_updates")
     saved = payload["optimizer"]
     several = isinstance(names, Mapping) and bool(names)
@@ -15,13 +15,13 @@ def lacking(payload: Mapping[str, Any]) -> list[str]:
 
 
 def lacking_of(payload: Mapping[str, Any], optimizers: Mapping[str, Any]) -> list[str]:
-    """Name the same, where the states of the optimizers are known by name."""
+    """Return the same, where the states of the optimizers are known by name."""
     inside = _inside(payload, optimizers)
     return [what for what, is_there in inside.items() if not is_there]
 
 
 def _inside(payload: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[str, bool]:
-    """Say of what a run cannot go on without whether it is there; the keys themselves are."""
+    """Return for each entry that a resume needs whether it is there; the keys themselves are."""
     groups = [s.get("param_groups") if isinstance(s, dict) else None for s in optimizers.values()]
     counts = ("step", "updates", "skipped", "consecutive_skips", "epoch", "batch_in_epoch")
     states = payload["rng"]

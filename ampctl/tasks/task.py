@@ -133,7 +133,7 @@ def as_written(task: Task) -> Any:
 
 
 def has_own(task: Task, method: str) -> bool:
-    """Tell whether a task brings a method itself, rather than having it from Task."""
+    """Return whether a task brings a method itself, rather than having it from Task."""
     found = getattr(task, method)
     return getattr(found, "__func__", found) is not getattr(Task, method)
 
@@ -147,7 +147,7 @@ def asks_for(method: Callable[..., Any]) -> frozenset[str]:
 
 
 def why_not_called(method: Callable[..., Any]) -> str:
-    """Say why a task's method cannot be called with a model and a batch; "" if it can."""
+    """Describe why a task's method cannot be called with a model and a batch; "" if it can."""
     parameters = parameters_of(method)
     if not parameters:  # it does not tell them
         return ""

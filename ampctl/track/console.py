@@ -40,7 +40,7 @@ class Console:
         self._next_draw = math.inf
 
     def start(self, lines: Sequence[str], *, step: int = 0, total_steps: int | None = None) -> None:
-        """Tell what is about to run, from which step to which, and open the bar."""
+        """Print what is about to run, from which step to which, and open the bar."""
         self._total = total_steps
         self._tell(lines)
         if self._terminal is not None and not self._quiet:
@@ -70,7 +70,7 @@ class Console:
         consecutive: int,
         optimizers: Sequence[str] = (),
     ) -> None:
-        """Tell that a non-finite gradient, of which optimizers, made a step be skipped."""
+        """Print that a step was skipped for the non-finite gradient of these optimizers."""
         self._tell([skip_line(step, scale_before, scale_after, consecutive, optimizers)])
 
     def evaluating(self, total: int | None) -> Evaluating:
@@ -78,15 +78,15 @@ class Console:
         return Evaluating(self._bar, total)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any], best: bool) -> None:
-        """Tell the metrics of an evaluation, and whether they are the best so far."""
+        """Print the metrics of an evaluation, and whether they are the best so far."""
         self._tell([evaluation_line(step, metrics, best)])
 
     def note(self, text: str) -> None:
-        """Tell something worth knowing."""
+        """Print a note."""
         self._tell([text])
 
     def warn(self, text: str) -> None:
-        """Tell something that may be wrong, on stderr, quiet or not."""
+        """Print a warning on stderr, quiet or not."""
         line = f"warning: rank {self._rank}: {text}" if self._rank else f"warning: {text}"
         if self._bar is not None and sys.stderr.isatty():  # the same screen: keep the bar whole
             self._print(line, style="yellow")
@@ -334,7 +334,7 @@ def _print_plain(line: str, stream: TextIO) -> None:
 
 
 def silence(stream: TextIO) -> None:
-    """Let what is printed from here on go nowhere; else it would fail again at the very end."""
+    """Discard what is printed from here on; else it would fail again at the very end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

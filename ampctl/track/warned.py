@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell what is warned of, by ``warnings`` or ``logging``, while the context is open."""
+    """Print warnings of ``warnings`` and ``logging`` while the context is open."""
     handler = _Warned(tell)
     root = logging.getLogger()
     root.addHandler(handler)
@@ -23,7 +23,7 @@ def warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Warned(logging.Handler):
-    """Tell each text once. Errors that ampctl logs are told otherwise."""
+    """Print each text once. Errors that ampctl logs are told otherwise."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
