@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 from typer.testing import CliRunner, Result
 
 from ampctl.cli import app, manual
@@ -77,16 +79,19 @@ def test_an_empty_word_is_refused() -> None:
     assert "--search is empty" in docs("--search", "", code=2).stderr
 
 
-def test_a_terminal_gets_the_page_drawn(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("topic", PAGES)
+def test_a_terminal_of_80_columns_gets_the_whole_page_drawn(
+    topic: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    manual.docs("slurm")
+    manual.docs(topic)
     drawn = capsys.readouterr().out
-    assert "SLURM" in drawn
-    assert "# SLURM" not in drawn
+    title = PAGES[topic].splitlines()[0]
+    assert title not in drawn
+    assert title.removeprefix("# ") in drawn
     assert "```" not in drawn
-    assert "sbatch" in drawn
+    assert "\N{HORIZONTAL ELLIPSIS}" not in drawn, "a table is too wide"
 
 
 def test_no_page_needs_torch() -> None:
@@ -99,11 +104,18 @@ def test_no_page_needs_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "topic"),
-    [("resume", "resuming"), ("check", "diagnosis"), ("export", "checkpoints")],
-)
-def test_the_help_of_a_command_names_its_page(command: str, topic: str) -> None:
-    shown = CliRunner().invoke(app, [command, "--help"]).stdout
-    assert f"ampctl docs {topic}" in shown
-    assert topic in PAGES
+def test_the_help_of_each_command_names_a_page_that_is_there() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        if name != "docs":
+            _, _, topic = command.epilog.rpartition("ampctl docs ")
+            assert topic in PAGES, name
+    shown = CliRunner().invoke(app, ["resume", "--help"]).stdout
+    assert "ampctl docs resuming" in shown
+
+
+def test_each_page_that_a_message_names_is_there() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in DOCS.parent.rglob("*.py"))
+    named = re.findall(r"`ampctl docs ([\w-]+)`", sources)
+    assert len(named) >= 3
+    assert set(named) <= set(PAGES)

@@ -323,6 +323,13 @@ def test_the_keys_and_defaults_shown_are_those_of_the_schema(folder: Path) -> No
                 assert value == defaults[section][name], f"{section}.{name}"
 
 
+def test_every_key_that_a_page_names_is_one_of_the_schema() -> None:
+    sections = "amp|train|checkpoint|distributed|data|log"
+    named = re.findall(rf"`((?:{sections})\.\w+)(?=[`:=])", "\n".join(TEXTS.values()))
+    assert len(named) > 40
+    assert set(named) <= set(schema_keys()), set(named) - set(schema_keys())
+
+
 def test_the_exit_codes_are_those_of_the_errors() -> None:
     table = page("resuming").partition("| code | meaning |")[2].split("\n\n")[0]
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
@@ -332,12 +339,12 @@ def test_the_exit_codes_are_those_of_the_errors() -> None:
 
 
 def test_every_guarantee_names_a_test_that_is_there() -> None:
-    rows = [line for line in page("guarantees").splitlines() if line.startswith("| ")][1:]
+    guarantees = re.split(r"^\* ", page("guarantees"), flags=re.MULTILINE)[1:]
     sources = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/test_*.py"))
-    assert len(rows) > 15
-    for row in rows:
-        name = re.search(r"`(test_\w+)` \|$", row)
-        assert name, row
+    assert len(guarantees) > 15
+    for guarantee in guarantees:
+        name = re.search(r":\n  `(test_\w+)`$", guarantee)
+        assert name, guarantee
         assert f"def {name[1]}(" in sources, name[1]
 
 

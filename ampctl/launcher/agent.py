@@ -269,7 +269,8 @@ def _in_words(config: LaunchConfig) -> Iterator[None]:
         raise MachineError(
             f"no rendezvous at {where}: {told}. Is --rdzv-endpoint the same on every node, do all "
             "nodes start with the same --nnodes and --rdzv-id, and may they connect to that host "
-            "and port? distributed.timeout_minutes is how long they wait for each other."
+            "and port? distributed.timeout_minutes is how long they wait for each other. See "
+            "`ampctl docs two-machines`."
         ) from error
 
 

@@ -136,7 +136,7 @@ def _require_endpoint(options: Options, backend: str, nodes: int) -> None:
     if nodes > 1 and not options.rdzv_endpoint:
         raise UsageError(
             f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT: the address of one of the "
-            "nodes, the same on all of them"
+            "nodes, the same on all of them; see `ampctl docs two-machines`"
         )
     if backend == "static":
         if not (options.rdzv_endpoint or "").rpartition(":")[2].isdigit():

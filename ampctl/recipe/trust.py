@@ -68,7 +68,7 @@ def require_trusted(loaded: LoadedRecipe, *, trust: bool) -> list[str]:
         "allowed: objects of torch, torchvision, timm, transformers, torchmetrics and ampctl that "
         "fit their place, and recipes that you have trained with the code in this folder\n"
         "    if you know where the checkpoint comes from, say --trust (trust=True in Python); or "
-        "train that recipe here; who is trusted with what: ampctl docs trust"
+        "train that recipe here; see `ampctl docs trust`"
     )
 
 
