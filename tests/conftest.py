@@ -61,6 +61,16 @@ def _cpuinfo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Keep what ampctl puts into the environment from the next test."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ |= before
+
+
+@pytest.fixture(autouse=True)
 def cpu(request: pytest.FixtureRequest, _cpuinfo: Path) -> Iterator[Cpu]:
     """The CPU that the test sees; one with both half-precision dtypes, unless `on_each_cpu`."""
     seen = getattr(request, "param", WITH_FLOAT16)

@@ -285,7 +285,7 @@ def test_no_command_stands_where_it_is_not_run() -> None:
 def test_the_readme_is_short_links_to_every_page_and_prose_is_narrow() -> None:
     readme = TEXTS[PAGES[0]]
     assert len(readme.splitlines()) <= 200
-    for path in PAGES[1:]:
+    for path in DOCS.glob("*.md"):
         assert f"(ampctl/docs/{path.name})" in readme, path.name
     for path, text in TEXTS.items():
         for line in FENCE.sub("", text).splitlines():

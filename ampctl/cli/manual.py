@@ -17,7 +17,7 @@ _PAGES = Path(__file__).parents[1] / "docs"
 
 def docs(
     topic: Annotated[
-        str | None, typer.Argument(metavar="[TOPIC]", help="A page; without one they are listed.")
+        str | None, typer.Argument(metavar="TOPIC", help="A page; without one they are listed.")
     ] = None,
     search: Annotated[
         str | None,
