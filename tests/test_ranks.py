@@ -174,3 +174,16 @@ def test_what_native_code_prints_while_ranks_meet_is_no_output(
         os.write(1, b"connected\n")
     os.write(1, b"figures\n")
     assert capfd.readouterr() == ("figures\n", "connected\n")
+
+
+def test_c9_another_number_of_ranks_is_told_by_what_the_checkpoint_holds() -> None:
+    """Generators say how many ranks a file knows of, and not how many have saved it."""
+    model = nn.Linear(2, 2)
+    state = make_state(model, torch.optim.SGD(model.parameters(), lr=0.1), "float32")
+    saved = state.state_dict()
+    said: list[str] = []
+    state.load_state_dict({**saved, "rng": saved["rng"] * 2}, notify=said.append)
+    (told,) = said
+    assert told.startswith("the checkpoint holds the generators of 2 ranks, and the run is resumed")
+    state.load_state_dict(saved, notify=said.append)
+    assert len(said) == 1

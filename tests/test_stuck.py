@@ -103,6 +103,9 @@ def test_c9_a_data_set_that_is_stuck_in_the_training_process(how: str, start: St
     """In its second epoch, in the second micro-batch of a window, with draws in between."""
     data = samples(at=11, nth=2, how=how)
     check_saved(stop(start(*LINE, data)), 5)
+    *_, saved = (event for event in read_events(Path("d")) if event["event"] == "checkpoint")
+    assert saved["step"] == 5
+    assert saved["seconds"] > 0
     check_goes_on(start, data)
 
 
