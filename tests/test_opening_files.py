@@ -55,6 +55,7 @@ ALLOWED = {
     "recipe.reading": {"os.open"},  # a recipe that the user names; it may be a pipe
     "recipe.builtin": {"open"},  # ampctl's own
     "cli.recipes": {"read_text", "target.open", "source.read_text"},  # ampctl's own, and a new one
+    "cli.manual": {"path.read_text"},  # ampctl's own
     "data.digits": {"file.open", "np.load"},  # ampctl's own
     "data.text": {"path.read_bytes", "file.read_bytes"},  # the user's data
     "environment": {"CPUINFO.read_text"},  # /proc
