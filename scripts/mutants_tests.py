@@ -48,6 +48,10 @@ Those of the second part run where the first has missed a mutant.
 """
 
 TOO_LONG = (
+    "test_field_cases.py::test_sa2_the_schedule_counts_optimizer_steps_whatever_the_micro_batch",
+    "test_field_cases.py::test_sa6_a_tail_window_weighs_the_same_after_resuming",
+    "test_field_cases.py::test_rs14_a_checkpoint_does_not_know_of_torch_compile",
+    "test_field_cases.py::test_ac8_channels_last_learns_the_same",
     "test_asynchronous_save.py::test_a_file_holds_the_state_of_its_step_although_training_goes_on",
     "test_checkpoint_store.py::test_ck2_a_kill_while_a_run_goes_back_leaves_it_at_one_of_its_checkpoints",
     "test_run_files.py::test_c3_",
