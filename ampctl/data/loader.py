@@ -59,7 +59,7 @@ class Padding:
 
 
 def unwrapped(window: Sequence[Any]) -> list[Any]:
-    """Return the micro-batches themselves, borrowed ones too."""
+    """Return the micro-batches themselves, those that are padding too."""
     batches = [each.batch if isinstance(each, Padding) else each for each in window]
     if isinstance(window, Window):
         return Window(batches, window.samples, in_order=window.in_order)
@@ -105,9 +105,8 @@ class MapData:
         self.dataset = dataset
         self.order = order
         self._in_order = (collate_fn or getattr(dataset, "collate_fn", None)) is None
-        fetcher = Fetcher(dataset, order.seed, collate_fn)
-        self._fetcher = fetcher
-        self._reader = _Reader(fetcher, num_workers=num_workers, pin_memory=pin_memory)
+        self._fetcher = Fetcher(dataset, order.seed, collate_fn)
+        self._reader = _Reader(self._fetcher, num_workers=num_workers, pin_memory=pin_memory)
 
     @property
     def probe(self) -> DrawProbe:

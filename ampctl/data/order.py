@@ -45,7 +45,7 @@ def _request(epoch: int, position: int, indices: np.ndarray[Any, Any], is_paddin
 def deal(
     num_samples: int, micro_batch_size: int, rank: int, world_size: int
 ) -> list[tuple[int, int, bool]]:
-    """Return a rank's part of each run of micro-batches of a step: from, to, whether borrowed.
+    """Return a rank's part of each run of micro-batches of a step: from, to, whether it is padding.
 
     A run has a micro-batch for each rank; the last one may be short, and is dealt as evenly as can
     be. Where that leaves a rank nothing, it borrows the first sample of the run.

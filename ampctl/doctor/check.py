@@ -164,9 +164,9 @@ def _first_update(
     """Take steps as training would until one is made; return the first report and that one's.
 
     Steps without items are passed over. One more is taken with the same samples, which shows where
-    that one has led. Raises NumericsError if none is made in as many as training would try, if the
-    state or the next step is spoilt by it, or if it is too small to move a weight, and UsageError
-    if a number of them have no items.
+    that one has led; not under a loss scale. Raises NumericsError if none is made in as many as
+    training would try, if the state or the next step is spoilt by it, or if it is too small to move
+    a weight, and UsageError if a number of them have no items.
     """
     amp, state = job.recipe.amp, job.state
     tries = 1 if amp.nonfinite == "stop" else min(amp.max_skips, _MOST_TRIED)

@@ -52,17 +52,17 @@ def _of(job: Job, updater: Updater) -> Iterator[tuple[str, str]]:
         return [group_values(on), copies.snapshot(dict(schedule.state_dict()))]
 
     bare = updater.learning_rate.bare
-    as_it_is = made(bare)
+    under = f"{block_key('optimizer', updater.name)}."
+    given = {k: k.rpartition(".")[2] for k in job.loaded.explicit if k.startswith(under)}
+    options = {name for group in bare for name, _ in _numbers(group)} & {*given.values()}
+    as_it_is = made(bare) if options else None
     fixed = {
         option
-        for option in {name for group in bare for name, _ in _numbers(group)}
+        for option in options
         if are_same(as_it_is, made([_other(group, option) for group in bare]))
     }
     parameters = parameters_of(locate(block[TARGET]))
-    for key in job.loaded.explicit:
-        if not key.startswith(f"{block_key('optimizer', updater.name)}."):
-            continue
-        option = key.rpartition(".")[2]
+    for key, option in given.items():
         if option in fixed:
             names = [n for n, p in parameters.items() if not isinstance(p.default, bool)]
             own = [child(at, n) for n in names if option in n.split("_")]

@@ -159,7 +159,8 @@ def _build_optimizer(
     for at, own in {"": {}, **tried}.items() if tried else ():
         # torch looks at what its constructor is given, and not at the options of a group.
         place = child(child(key, "groups"), at) if at else key
-        _checked_optimizer(loaded, place, {**block, **own}, [{"params": [*part]}])
+        # One parameter will do; some make state of each when they are built.
+        _checked_optimizer(loaded, place, {**block, **own}, [{"params": [*part][:1]}])
     fusable = device.type in _FUSED_DEVICES and "fused" in options
     fusable &= not block.get("dampening")  # see optimizers.make_skippable
     fusable &= all(parameter.is_floating_point() for parameter in part)  # complex is not
